@@ -55,7 +55,10 @@ app.add_typer(megatron_app, name="megatron")
 
 
 def main() -> int:
-    """Run the command line and return the exit code. Print an error that the user can correct together with its next step."""
+    """Run the command line and return the exit code.
+
+    An error that the user can correct is printed together with its next step.
+    """
     return run_command(lambda: run_app(app, "hyperion", sys.argv[1:]))
 
 
@@ -415,7 +418,7 @@ def passport(
     """Describe this machine in one file that can be shared: fingerprint, measured ceilings, floors and hashes.
 
     To contribute your machine, add the file under results/passports/ in a pull request. With --verify, the exit code is 0 if all
-    files follow the rules. If a file does not, the output names the field and the reason, and the exit code is 1.
+    files follow the rules. If a file breaks a rule, the output names the field and the reason, and the exit code is 1.
     """
     if verify != bool(files):
         raise HyperionError(
@@ -434,7 +437,7 @@ def passport(
     from hyperion.results.store import PASSPORTS
 
     if not files:
-        if output is not None and output.exists():  # before minutes of measuring
+        if output is not None and output.exists():  # checked first, because the measurement takes minutes
             raise HyperionError("there is already a file with this name", where=output, next_step="choose another --output")
         content = measure_passport(time_limit_s)
         path = output or new_passport_path(content, results_folder() / PASSPORTS)
@@ -501,7 +504,7 @@ def launches(
     profile: Annotated[str, typer.Option(envvar="PROFILE", help="smoke, full, study or auto.")] = "auto",
     data_source: Annotated[str, typer.Option(envvar="DATA_SOURCE", help="As in `hyperion reproduce`.")] = "auto",
 ) -> None:
-    """Measure experiments in several launches, each in new processes. `hyperion headlines` needs at least five.
+    """Measure experiments in several launches, each in new processes. `hyperion headlines` needs at least five launches.
 
     The runs are results/NAME/1, results/NAME/2, …. A second call measures only what is missing. `hyperion publish NAME NAME`
     copies them to the reference results.

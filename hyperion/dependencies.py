@@ -32,9 +32,10 @@ _SIZES = ("sizes.toml", "profiles.toml")
 
 
 class Import(NamedTuple):
-    """One import: `import module`, for which `name` is "", or `from module import name`.
+    """One imported module, or one name imported from a module.
 
-    `alias` is the name of the imported object in the importing module.
+    For `import module`, the attribute `name` is "". For `from module import name`, it is the imported name. `alias` is the name
+    of the imported object in the importing module.
     """
 
     module: str
@@ -80,7 +81,7 @@ def reached_source_hash(*modules: str) -> str:
 def files_hash(files: Iterable[Path]) -> str:
     """Return the SHA-256 of the files' contents and of their paths relative to the folder of the topmost package.
 
-    Of a Python file, only the code counts, see `code_of`.
+    Comments and docstrings of Python files are not hashed; see `code_of`.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -106,7 +107,8 @@ def code_of(source: bytes) -> bytes:
     if encoding not in ("utf-8", "utf-8-sig"):
         return source
     text = source.decode("utf-8-sig")
-    # Not `splitlines`, which also splits at characters that do not end a line of Python. The syntax tree counts bytes.
+    # `splitlines` is not used, because it also splits at characters that do not end a line of Python. The lines are encoded,
+    # because the columns in the syntax tree count bytes.
     lines = [line.encode() for line in re.split("\r\n|\r|\n", text)]
     strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
     spans = {node: ((node.lineno, node.col_offset), (not_none(node.end_lineno), node.end_col_offset)) for node in strings}
@@ -129,7 +131,8 @@ def code_of(source: bytes) -> bytes:
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield all statements of a module, the outer ones first.
 
-    Expressions contain no statements. They are most of the tree, so `ast.walk` takes several times as long.
+    Expressions are skipped, because they contain no statements. They make up most of the tree, so `ast.walk`, which visits them
+    too, takes several times as long.
     """
     waiting: deque[Any] = deque(tree.body)
     while waiting:
@@ -141,7 +144,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def _documented_bodies(tree: ast.Module) -> Iterator[list[Any]]:
-    """Yield the statements of the module, of its classes and of its functions, if the first one is a docstring."""
+    """Yield the body (list of statements) of each module, class and function that has a docstring."""
     for node in (tree, *_statements(tree)):
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -187,7 +190,7 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
 
 
 def _contains_file_name(source: str, name: str) -> bool:
-    """Return True if a string literal of a source is the name of a file, or a path that ends with it."""
+    """Return True if a string literal in the source is this file name, or a path that ends with this file name."""
     # Most sources do not contain the name at all, and parsing is slow.
     return name in source and name in _file_names(source)
 

@@ -64,7 +64,7 @@ def require_seed(seed: int) -> int:
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: str, where: object, elsewhere: str) -> Error:
-    """Return an exception for a failed write, such as a full disk, a read-only file system, or a missing permission.
+    """Return an exception that explains a failed write, for example on a full disk or on a read-only file system.
 
     Args:
         error: the error of the operating system.
@@ -130,5 +130,5 @@ def not_none(value: Value | None) -> Value:
         ValueError: the value is None.
     """
     if value is None:
-        raise ValueError("a value is None that must not be None")
+        raise ValueError("a value that must not be None is None")
     return value

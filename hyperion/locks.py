@@ -116,7 +116,7 @@ class FileLock:
             return True
 
     def _take_over(self) -> bool:
-        """Remove the lock file if its owner, a process of this host, has ended. Return True if the caller may try again."""
+        """Remove the lock file if its owner is a process of this host that has ended. Return True if the caller may try again."""
         owner = _read(self._exclusive)
         if not (_ended(owner) or _is_abandoned(self._exclusive)):
             return False

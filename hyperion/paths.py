@@ -9,7 +9,7 @@ import hyperion
 from hyperion.errors import HyperionError
 
 HOME = "HYPERION_HOME"
-NO_HOME = "/nonexistent"  # what Debian enters as the home folder of users without one
+NO_HOME = "/nonexistent"  # Debian enters this path for users who have no home folder
 SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
 
 
@@ -53,7 +53,7 @@ def data_folder() -> Path:
 
 
 def silent_hosts_folder() -> Path | None:
-    """Return the folder in which the processes of one `make reproduce` record unreachable hosts, or None outside of one."""
+    """Return the folder in which one call of `make reproduce` records unreachable hosts, or None outside of such a call."""
     named = os.environ.get(SILENT_HOSTS)
     return Path(named) if named else None
 

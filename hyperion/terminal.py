@@ -35,7 +35,10 @@ def notice(text: str) -> None:
 
 
 def progress_bar(**options: Any) -> "tqdm":
-    """Return a tqdm progress bar with these options: a widget in a notebook if ipywidgets is installed, else text."""
+    """Return a tqdm progress bar with these options.
+
+    In a notebook with ipywidgets, the bar is a widget. Otherwise, it is text.
+    """
     from tqdm import TqdmWarning
 
     with warnings.catch_warnings():

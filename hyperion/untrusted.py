@@ -131,7 +131,7 @@ def parse_json(content: bytes | str, error: type[Error], next_step: str, where: 
 
 
 def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int = DOCUMENT_BYTES) -> Any:
-    """Parse a JSON file: `read_bounded`, then `parse_json`.
+    """Read a JSON file with `read_bounded`, and parse it with `parse_json`.
 
     Raises:
         error: see `read_bounded` and `parse_json`.
@@ -160,7 +160,7 @@ def printable(text: str) -> str:
 
     Newlines and tabs are kept. Characters that change the text direction, and bytes that are not UTF-8, are escaped too.
     """
-    # No character that is escaped is printable for Python. Most texts contain none.
+    # `str.isprintable` is False for every character that must be escaped. Most texts contain no such character.
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 

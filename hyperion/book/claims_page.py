@@ -1,4 +1,4 @@
-"""The tables of docs/claims.md: claims of the project's documents beside the rows that answer them, and repeated measurements.
+"""The tables of docs/claims.md: claims in the project's documents, the rows that test them, and repeated measurements.
 
 `claims.toml` names for each claim the rows, the sentence that quotes them, and the condition under which the claim holds.
 """
@@ -64,10 +64,11 @@ def _row(runs: dict[Run, str], wanted: dict, claim: str) -> Row:
 
 
 def _answer(conditions: list[dict], rows: dict[str, Row]) -> str:
-    """Return "holds", "does not hold", "undecided" or "not measured".
+    """Decide whether a claim holds: return "holds", "does not hold", "undecided" or "not measured".
 
-    A condition compares the ends of the interval of a row with a bound: `at_least` or `at_most` times the row `of`, or 1. A claim
-    holds if all conditions hold at both ends, and does not hold if one fails at both ends.
+    Each condition names a `row` and a bound, `at_least` or `at_most`. Both ends of the row's confidence interval are compared
+    with the bound. If the condition also names a row in `of`, the ends are first divided by the value of that row. A claim holds
+    if all conditions hold at both ends. It does not hold if a bound excludes the whole interval of a row.
     """
     if not conditions:
         return "undecided" if rows else "not measured"
@@ -83,5 +84,5 @@ def _answer(conditions: list[dict], rows: dict[str, Row]) -> str:
 
 
 def repeats_markdown(runs: dict[Run, str]) -> str:
-    """Return the table of `repeated_products` for the runs in folders of launches, as Markdown."""
+    """Return a Markdown table of the matrix products that several launches measured; see `repeated_products`."""
     return markdown(repeated_products(run for run, name in runs.items() if name.endswith("-launches"))).strip()

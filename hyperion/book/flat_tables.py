@@ -1,4 +1,6 @@
-"""Flat tables of a run: CSV files with one line per point, under the names and with the columns of the project's documents.
+"""Flat tables of a run: CSV files with one line per measured point.
+
+The file names and the columns are those that the project's documents specify:
 
     hardware/precision_results.csv       Size, Precision, Time (s), TFLOPS: square products with cold caches
     hardware/bandwidth_results.csv       Size (M elements), Bandwidth (GB/s): z = x + y in fp32 with cold caches
@@ -22,8 +24,8 @@ def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
     """Return the tables of all subjects for which there are rows, as {path: table}.
 
     Args:
-        runs: rows of each run. The lines of several runs, such as launches, follow each other, except in scaling_analysis.csv,
-            which has their mean, their number and their standard deviation.
+        runs: rows of each run. The lines of several runs, such as launches, are concatenated. scaling_analysis.csv instead
+            contains the mean over the runs, their number and the standard deviation.
     """
     tables: dict[str, pd.DataFrame] = {}
     for subject in subjects():

@@ -37,7 +37,8 @@ from hyperion.figures.tables import is_floor, markdown
 from hyperion.results import Row, Run
 from hyperion.results.statistics import Estimate, launches_estimate
 
-# A value of at least this share of its limit is assumed to be bounded by it. Below, the rows alone do not show the cause.
+# A value that reaches at least this share of its limit is assumed to be bounded by the limit. For smaller values, the rows do not
+# show what bounds them.
 _NEAR_ITS_LIMIT = 0.85
 # With fewer launches, their variation is unknown: with four, the true median lies outside their range in one of eight cases.
 LEAST_LAUNCHES = 5
@@ -132,9 +133,9 @@ class Launches:
 
     @property
     def within(self) -> float | None:
-        """Half the width of the interval within a launch, divided by its value: the median over all launches.
+        """Relative half-width of the interval within a launch, as the median over all launches.
 
-        None if the launches have no intervals.
+        It is half the width of the interval, divided by the value of the launch. None if the launches have no intervals.
         """
         rows = [m.row for m in self.members if m.row.value and m.row.ci_low is not None and m.row.ci_high is not None]
         halves = [(not_none(r.ci_high) - not_none(r.ci_low)) / 2 / abs(not_none(r.value)) for r in rows]
@@ -142,7 +143,7 @@ class Launches:
 
     @property
     def fraction(self) -> float | None:
-        """Value divided by its limit: the median over the launches. None if a launch has no limit or the limit is a minimum."""
+        """Median over the launches of the value divided by its limit. None if a launch has no limit or the limit is a minimum."""
         fractions = [None if is_floor(member.row) else member.row.fraction_of_limit for member in self.members]
         return None if None in fractions else float(np.median([not_none(fraction) for fraction in fractions]))
 
@@ -254,7 +255,7 @@ def summary_markdown(runs: dict[Run, str]) -> str:
     enough = [quantity for quantity in chosen if len(quantity.members) >= LEAST_LAUNCHES]
     candidates = list(_short_lines(measured, enough))
     lines = [(label, line) for pattern in _SUMMARY for label, line in candidates if re.match(pattern, label)][:MOST_LINES]
-    if lines and "weak scaling" in lines[-1][0]:  # the line of its strong scaling was cut off
+    if lines and "weak scaling" in lines[-1][0]:  # drop it, because its strong-scaling line was cut off
         lines.pop()
     table = _table(line for _, line in lines)
     none = f"No time and no rate is in this table yet, because at least {LEAST_LAUNCHES} launches must have measured it."
@@ -262,7 +263,7 @@ def summary_markdown(runs: dict[Run, str]) -> str:
 
 
 def counts_markdown(runs: dict[Run, str]) -> str:
-    """Return sentences with the numbers of intervals, checks and limits that the rows of the runs state."""
+    """Return sentences that say how many rows of the runs have an interval, a check or a limit."""
     rows = [row for run in runs for row in run.rows()]
     limited = [row for row in rows if row.limit is not None]
     others = [row for row in rows if row.limit is None and not row.limit_source]
@@ -317,7 +318,7 @@ def _fingerprint(environment: dict) -> str:
 def _grouped(measured: Iterable[Measured]) -> list[Launches]:
     """Return the times, rates and ratios, grouped by device and label, in the order of the first run.
 
-    Two runs may contain the same row, because a reference run can take over rows of another one. This counts as one launch.
+    A row that two runs share counts as one launch. Runs share a row if it was copied from one reference run to the other.
     """
     groups: dict[tuple[str, str], dict[tuple, Measured]] = {}
     for one in measured:
@@ -328,7 +329,7 @@ def _grouped(measured: Iterable[Measured]) -> list[Launches]:
 
 
 def _largest(measured: Iterable[Measured], kind: str) -> list[Measured]:
-    """Return the headlines of a kind: for each device, variant and metric, the one with the largest count."""
+    """Return the headlines of one kind. For each device, variant and metric, keep only the headline with the largest count."""
     chosen: dict[tuple, Measured] = {}
     for one in measured:
         key = (one.device, one.row.variant, one.row.metric)

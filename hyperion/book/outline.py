@@ -1,4 +1,4 @@
-"""Content that the report and the reference page of a run share: sections, headlines, missing values and environment."""
+"""Content that is both in the report and on the reference page of a run: sections, headlines, missing values, environment."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

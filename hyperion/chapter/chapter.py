@@ -70,8 +70,8 @@ class Chapter:
     def expect_timing(self, holds: object, otherwise: str) -> None:
         """Check a claim about measured times. On a GPU, this is the same as `expect`. On a CPU, a false claim is only a warning.
 
-        A GPU is usually used by no other process, but the CPU is shared. If other processes work for one second, a claim about
-        times on the CPU can be false.
+        Usually, no other process uses the GPU, but other processes share the CPU. One second of their work can make a claim about
+        times on the CPU false.
         """
         if self.on_accelerator:
             self.expect(holds, otherwise)
@@ -223,7 +223,7 @@ class Chapter:
         else:
             why = f"{'a value of it' if lacking else 'a check of this notebook on earlier results'} was unexpected"
         print(f"{experiment}: measured again, because {why}")
-        if lacking and self._workspace(experiment).exists():  # the checkpoints would restore the rejected value
+        if lacking and self._workspace(experiment).exists():  # otherwise, its checkpoints would reproduce the rejected value
             shutil.rmtree(self._workspace(experiment))
         return True
 
@@ -295,7 +295,8 @@ class Chapter:
                 "upstream": _values_of(context.upstream),
                 "device": context.device.name,
                 "torch": torch_build().torch,
-                # Only the library files that the experiment's module imports, so that edits elsewhere do not invalidate its rows.
+                # Only library files that the experiment's module imports are hashed, so that edits elsewhere do not invalidate
+                # its rows.
                 "library": reached_source_hash(module_of(experiment)),
             }
         )
@@ -326,8 +327,8 @@ class Chapter:
         """Return the library's predictions, computed from the limits measured in this run, such as the memory bandwidth."""
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
-        # The experiment may already have been measured. The estimate does not use the measured values, but the reader must know
-        # that it was made afterwards.
+        # The experiment may already have been measured. The estimate does not use the measured values, but the stored basis tells
+        # the reader that it was made after the measurement.
         late, made_at = LATE if self._holds(experiment, digest) else "", utc_now()
         return [
             Prediction(
@@ -364,7 +365,7 @@ class Chapter:
         return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
     def _is_older_than(self, experiment: str) -> bool:
-        """Whether the reference run lacks an experiment whose notebook also works without values."""
+        """Return True if the reference run lacks this experiment and the notebook also works without its values."""
         lacks = not_none(self.reference).finished(self.notebook, experiment) is None
         return lacks and experiment_named(experiment).stand_in is not None
 

@@ -168,12 +168,12 @@ def fit_curves(reference: Reference, points: Sequence[Point]) -> list[Curve]:
     # The matrix products of `operand_data` are excluded: they have warm caches, and data that chapter 1.1 does not use.
     points = [point for point in points if point.row.experiment != "operand_data"]
     for kind, of_kind in _grouped(points, lambda point: point.kind).items():
-        # The errors of all names of a kind are pooled, because one name has too few sizes for a quantile.
+        # The errors of all curves of a kind are pooled, because a single curve has too few sizes for a quantile.
         spread = _spread([e for _, same in _grouped(of_kind, lambda p: p.name).items() for e in _held_out_errors(kind, same)])
         for name, same in _grouped(of_kind, lambda point: point.name).items():
             curves.append(Curve(reference.device.arch, kind, name, *_fit(kind, same), spread, len(same), source))
     for kind, errors in _errors_of_own_curves(reference, later).items():
-        # Only the spread of this entry is used. Its curve is fitted anew in each run.
+        # Only the spread of this entry is used, because each run fits its own curve.
         curves.append(Curve(reference.device.arch, kind, "", 0.0, 0.0, 0.0, _spread(errors), len(errors), source))
     return curves
 
@@ -313,7 +313,7 @@ def _predicted_in_book(point: Point) -> bool:
 
 
 def _fit(kind: str, points: Sequence[Point]) -> tuple[float, float, float]:
-    if kind == REFERENCE_STEP:  # this model already includes the overheads, so only its spread is fitted
+    if kind == REFERENCE_STEP:  # this step model already includes the overheads, so only its spread is fitted
         return 0.0, 1.0, 0.0
     if kind in _SHARES:
         # The median share is robust against a single model that is far from its ceiling.

@@ -125,7 +125,7 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
         for experiment, sizes in tables.items() if isinstance(tables, dict) else [(str(tables), None)]:
             if not isinstance(sizes, dict) or experiment not in subject.modules:
                 raise HyperionError(
-                    f"[{profile}.{experiment}] is no table of an experiment of the subject {subject.name!r}",
+                    f"[{profile}.{experiment}] must be a table named after an experiment of the subject {subject.name!r}",
                     where=path,
                     next_step=f"name a table [{profile}.<module>] after one of its modules: {', '.join(subject.modules)}",
                 )

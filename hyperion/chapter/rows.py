@@ -1,4 +1,4 @@
-"""Functions that turn timings and matrix-product results into rows, and functions that look up the ceilings of a run.
+"""Turn timings and matrix-product results into rows, and look up the ceilings that a run has measured.
 
 A ceiling is the highest matrix-product rate, or the highest memory bandwidth, that an earlier chapter of the run measured.
 """
@@ -250,8 +250,8 @@ def wrong_product(dtype: str, verification: Verification) -> str:
 def unused_tf32(dtype: str, error: float) -> str:
     """Return the reason why a tf32 product with this relative error was not computed in TF32, or "" if it was.
 
-    For other formats the result is "". A library may ignore the permission to use TF32. The rate of its product would then be
-    wrong for this format.
+    For other formats, return "". A library may compute in fp32 although TF32 is allowed. The measured rate is then not a TF32
+    rate.
     """
     # TF32 rounds operands to 10 mantissa bits, so a smaller error shows that the TF32 units were not used.
     ignored = dtype == "tf32" and error < FORMATS["fp32"].gemm_tolerance
@@ -261,9 +261,8 @@ def unused_tf32(dtype: str, error: float) -> str:
 def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
     """Return the row with the maximum achievable FLOPS (MAF) of a dtype.
 
-    Return None if the run has no matrix product in this dtype.
-
-    It is the fastest matrix product found by the search over shapes or, without a search, the fastest square product.
+    The row is that of the fastest matrix product found by the search over shapes or, without a search, of the fastest square
+    product. Return None if the run has no matrix product in this dtype.
     """
     measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
     found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]

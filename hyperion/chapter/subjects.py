@@ -195,7 +195,7 @@ def _installed(package: str) -> Subject:
         spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None
         if spec is None or spec.submodule_search_locations is None:
             raise HyperionError(
-                f"the entry point {package!r} in {ENTRY_POINTS!r} names no package that can be found",
+                f"the entry point {package!r} in {ENTRY_POINTS!r} names a package that cannot be found",
                 next_step="correct the entry point of the distribution that declares it, or uninstall that distribution",
             )
         places = list(spec.submodule_search_locations)
@@ -207,7 +207,7 @@ def _at_path(folder: Path) -> Subject:
     folder = folder.expanduser().resolve()
     if not _is_package(folder) or not re.fullmatch(r"[A-Za-z_]\w*", folder.name):
         raise HyperionError(
-            f"{VARIABLE} names {str(folder)!r}, which is no Python package",
+            f"{VARIABLE} names {str(folder)!r}, which is not a Python package",
             next_step="name the folder that holds the subject's __init__.py; its name must be an identifier",
         )
     if str(folder.parent) not in sys.path:

@@ -19,8 +19,8 @@ from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 from hyperion.results.rows import OUT_OF_MEMORY
 
-# Cores per process, and minimum and maximum number of processes. A new process spends more time starting Python and torch than
-# working, and the start occupies a whole core.
+# Number of cores per process, and minimum and maximum number of processes. With fewer cores per process, the variants would not
+# end earlier, because a new process spends most of its time starting Python and torch, which occupies a whole core.
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
 _CONTEXT, _ROWS = TypeAdapter(Context), TypeAdapter(list[Row])
 
@@ -172,9 +172,9 @@ def _ran_out_of_memory(job: Future[Result]) -> bool:
 def run_counted(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
     """Run variants that measure memory by counting the bytes of their tensors.
 
-    On an accelerator, each variant runs in its own process, because it also reads the memory allocator's statistics. On a CPU, a
-    variant counts only its own tensors, whatever other variants do, so all variants run one after another in this process.
-    Arguments and result are the same as for `run_side_by_side`.
+    On an accelerator, a variant also reads the statistics of the memory allocator, so each variant runs in its own process. On a
+    CPU, a variant counts only its own tensors, so all variants run one after another in this process. Arguments and result are
+    the same as for `run_side_by_side`.
     """
     if context.device.kind != "cpu":
         return run_side_by_side(context, report, function, variants)

@@ -154,22 +154,23 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
 
     try:
         on_rank_0(lambda: _begin(new, step))
-        # A rank that sees another file system would write shards that no other rank can read.
+        # Check that the ranks share the folder. A rank on another file system would write shards that no other rank can read.
         agreed(lambda: _require_shared(new))
         try:
             with _explain_os_errors(folder, step):
                 yield new
         except Exception as raised:
-            # Every rank has raised this error at the same place, so no rank waits in `agreed` below.
+            # Every rank has raised this error at the same place, so do not call `agreed`: no other rank waits there.
             if getattr(raised, "on_all_ranks", False):
                 raise
-            # Perhaps only this rank has failed. It still takes part in `agreed`, where the other ranks wait.
+            # The error may have occurred on this rank only. This rank still calls `agreed`, because the other ranks wait there.
             error = raised
-        agreed(raise_error)  # an error on one rank is raised on all
+        agreed(raise_error)  # raises the error of any rank on all ranks
         on_rank_0(lambda: _finish(new, target, step, keep))
     except BaseException:
         if rank_and_size()[0] == 0:
-            # Also after KeyboardInterrupt. If the process is killed, the folder remains, and the next `_begin` removes it.
+            # Remove the unfinished folder, also after KeyboardInterrupt. If the process is killed, the next `_begin` removes the
+            # folder.
             shutil.rmtree(new, ignore_errors=True)
         raise
 
@@ -187,7 +188,7 @@ def require_writable(folder: Path) -> None:
     def attempt() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # A folder can exist although nothing can be written to it.
+            # The folder may exist but be read-only, so try to write to it.
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"checkpoint")
         except OSError as error:
@@ -255,7 +256,7 @@ def verify(path: Path) -> dict:
 def _verified(path: Path) -> dict:
     try:
         manifest = _manifest(path)
-        # Names and sizes come first, because they are cheap. Hashing reads every byte.
+        # Check names and sizes first, because these checks are cheap. Hashing reads every byte.
         entries, present = manifest["files"], _files(path)
         for name in sorted(present | entries.keys()):
             if name not in entries:
@@ -313,7 +314,7 @@ def _manifest(path: Path) -> dict:
 
 
 def _begin(new: Path, step: int) -> None:
-    """Create an empty folder for a new checkpoint. First clean up folders of a process that was killed while it saved."""
+    """Create an empty folder for a new checkpoint, after cleaning up the folders of a process that was killed during a save."""
     with _explain_os_errors(new.parent, step):
         _put_back(new.parent)
         for left_over in _ours(new.parent, UNFINISHED):
@@ -363,13 +364,14 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
     """Write the manifest, rename the folder to its final name, and remove old checkpoints."""
     folder = target.parent
     with _explain_os_errors(folder, step):
-        # The order makes the save atomic. The data reaches the disk before the rename makes it a checkpoint. The rename reaches
-        # the disk before older checkpoints are removed. So after a crash at any line there is a complete checkpoint.
+        # The order of these calls makes the save atomic. The data are on the disk before the rename turns the folder into a
+        # checkpoint. The rename is on the disk before older checkpoints are removed. So after a crash at any line there is a
+        # complete checkpoint.
         _seal(new, step)
         replaced = None
         if _is_checkpoint(
             target
-        ):  # the same step was saved before a resume; a folder cannot be renamed to the name of an existing folder
+        ):  # this step was already saved before a resume, and a rename onto an existing folder with files fails
             replaced = target.rename(folder / f"{REPLACED}{target.name}")
         elif os.path.lexists(target):
             _set_aside(target)
@@ -382,7 +384,7 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a file or folder that has a checkpoint's name but is not a valid checkpoint.
+    """Move aside a file or folder that has the name of a checkpoint but is not a valid checkpoint, by renaming it.
 
     It is not removed, because the user may need it.
     """
@@ -440,7 +442,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _ours(folder: Path, prefix: str) -> list[Path]:
-    """Return the folders (not links to folders) whose name is `prefix` followed by a checkpoint's name."""
+    """Return the folders whose name is `prefix` followed by the name of a checkpoint. Links to folders are not returned."""
     return [path for path in _named(folder, prefix) if stat.S_ISDIR(path.lstat().st_mode)]
 
 

@@ -1,4 +1,4 @@
-"""Write and read a nested state of many ranks.
+"""Write and read the nested state of a model that is distributed over ranks.
 
 Each rank writes its shards as safetensors. Rank 0 writes all other values as JSON.
 
@@ -35,12 +35,12 @@ from hyperion.errors import HyperionError, refused_write
 from hyperion.untrusted import inner_path, open_regular
 
 SHARDS = "*.safetensors"
-NO_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of DCP in a process without a group
+NO_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # warning of DCP if there is no process group
 
 
 T = TypeVar("T")
-# Arguments of a HyperionError, which ranks send to each other instead of the exception, because not every exception can be
-# pickled.
+# Arguments of a HyperionError. Ranks send these arguments to each other instead of the exception, because not every exception can
+# be pickled.
 Fault = dict[str, str | None]
 
 
@@ -61,7 +61,7 @@ def gathered(value: T) -> list[T]:
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Call `work` on this rank, then raise an error on all ranks if it failed on any rank. All ranks must call this function.
+    """Call `work` on every rank. If it fails on any rank, raise an error on all ranks. All ranks must call this function.
 
     Args:
         work: a function that contains no collective, so that other ranks do not wait in a collective if it fails here.
@@ -156,7 +156,7 @@ def write_sharded(folder: Path, state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     tree = agreed(lambda: to_tree(state, tensors, lambda tensor: _separate(tensor.detach(), storages)))
-    # save_distributed: every rank writes its shards to its own files.
+    # With save_distributed=True, every rank writes its shards to its own files.
     writer = _Writer(str(folder), save_distributed=True)
     _call_dcp(lambda alone: save(tensors, storage_writer=writer, no_dist=alone), folder)
     agreed(writer.raise_error)
@@ -257,7 +257,7 @@ def _separate(tensor: Tensor, storages: set[int]) -> Tensor:
     tensor = tensor.contiguous()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     place = local.untyped_storage().data_ptr()
-    # All empty shards have the address 0, but they share nothing.
+    # All empty shards have the address 0, but they share no storage.
     if place in storages and local.numel():
         return tensor.clone()
     storages.add(place)
@@ -285,7 +285,7 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
 
     Args:
         folder: folder that `write_sharded` wrote.
-        others: names of the files in the folder that contain no tensors.
+        others: names of the other files that the folder may contain, which hold no tensors.
 
     Raises:
         CheckpointError: the folder contains an unknown file, a file is damaged, or the shards of a tensor overlap, leave a gap,
@@ -332,7 +332,7 @@ def _tile(whole: TensorStorageMetadata) -> bool:
     for number, (offset, size) in enumerate(shards):
         for other, other_size in shards[number + 1 :]:
             if offset and other[0] >= offset[0] + size[0]:
-                break  # shards are sorted by the first axis, which FSDP2 shards, so all later shards start here or later
+                break  # no later shard can overlap, because the shards are sorted by start on axis 0
             if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, other_size, strict=True)):
                 return False
     return True
@@ -379,7 +379,7 @@ def _kind(value: Any) -> type:
 
 
 def non_finite_tensor(state: Any) -> str | None:
-    """Return the path of the first tensor in a nested state that contains an infinity or a NaN, or None if all are finite.
+    """Return the path of the first tensor in a nested state with an infinity or a NaN, or None if all tensors are finite.
 
     Only floating-point tensors are checked. Of a sharded tensor only the shard of this rank is checked. The function waits for
     the device once.
@@ -388,8 +388,8 @@ def non_finite_tensor(state: Any) -> str | None:
     _collect("", state, tensors)
     if not tensors:
         return None
-    device = tensors[0][1].device  # an optimizer may keep its step counters on the CPU
-    # One transfer to the host for all tensors; testing each tensor would wait for the device each time.
+    device = tensors[0][1].device  # tensors may be on several devices: an optimizer may keep its step counters on the CPU
+    # Transfer the results of all tensors to the host at once. Testing each tensor separately would wait for the device each time.
     finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in tensors]).tolist()
     return next((path for (path, _), ok in zip(tensors, finite, strict=True) if not ok), None)
 

@@ -1,4 +1,4 @@
-"""Write and read a nested state of one process in two files: tensors as safetensors, all other values as JSON.
+"""Write and read the nested state of one process in two files: tensors as safetensors, and all other values as JSON.
 
 Reading these formats cannot execute code.
 """
@@ -53,7 +53,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     path = folder / TENSORS
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # also raised instead of OSError if the disk is full
+    except SafetensorError as error:  # safetensors raises this error, and not OSError, if the disk is full
         raise CheckpointError(
             f"cannot write the tensors: {error}", where=path, next_step="free disk space, then start again"
         ) from error
@@ -152,7 +152,7 @@ def to_tree(value: Any, tensors: dict[str, torch.Tensor], copy: Callable[[torch.
         CheckpointError: a value or a key cannot be stored.
     """
     if isinstance(value, torch.Tensor):
-        if not name or name in tensors:  # for example, {"a/b": x} and {"a": {"b": y}} have the same path
+        if not name or name in tensors:  # for example, x and y have the same path in {"a/b": x, "a": {"b": y}}
             raise CheckpointError(f"two tensors have the path {name!r}", where="state", next_step="use keys without '/'")
         tensors[name] = copy(value)
         return {TENSOR_MARK: name}

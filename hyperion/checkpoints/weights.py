@@ -1,4 +1,4 @@
-"""Export the weights of a model to one file for other programs, and read weights in common formats."""
+"""Export the weights of a model to one file that other programs can read, and read weights in common formats."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
     The names do not contain prefixes of wrappers such as DDP. All ranks must call this function, because it contains collectives.
     """
-    # Running statistics of BatchNorm differ between ranks until they are averaged.
+    # Average the running statistics of BatchNorm first, because they differ between ranks.
     average_statistics(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return cast(dict[str, Tensor], state)
@@ -71,7 +71,7 @@ def _write_file(state: dict[str, Tensor], path: Path) -> None:
             new = Path(private) / path.name
             save_file({name: own_copy(tensor) for name, tensor in state.items()}, new, metadata={"format": "pt"})
             with new.open("rb") as file:
-                # Before the rename, so that after a crash the final name never belongs to an incomplete file.
+                # Flush the file before the rename, so that after a crash the final name never belongs to an incomplete file.
                 os.fsync(file.fileno())
             new.replace(path)
     except (OSError, SafetensorError) as error:
@@ -133,7 +133,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
         tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in metadata.items()}
         try:
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        except CheckpointException as error:  # a BaseException that contains the exceptions of all ranks
+        except CheckpointException as error:  # CheckpointException is a BaseException that contains the exceptions of all ranks
             raise ValueError(str(error)) from error
     return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
 
@@ -152,7 +152,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         raise _refusal(path, "the pickle contains more than tensors; nothing in it was executed") from error
     except Exception as error:  # the unpickler can raise any exception if the file is not a pickle
         raise _refusal(path, f"it cannot be read as a state dict ({type(error).__name__}: {error})") from error
-    for _ in _NESTED:  # a fixed number of times, because a pickle can contain itself
+    for _ in _NESTED:  # limit the number of unwrapping steps, because a pickled dict can contain itself
         if isinstance(state, dict) and (nested := next((name for name in _NESTED if name in state), None)):
             state = state[nested]
     named = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())

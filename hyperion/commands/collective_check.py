@@ -191,7 +191,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
 
 
 def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> list[tuple[Collective, str, int]]:
-    """Return each combination (collective, dtype, bytes) once. The additional all-reduce comes last."""
+    """Return all combinations (collective, dtype, bytes) without duplicates. The additional all-reduce comes last."""
     cells = [
         (collective, dtype, collective_bytes(size, dtype, ranks))
         for dtype in check.dtypes
@@ -205,7 +205,7 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
 
 
 def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
-    """Return one line of text per collective, with the kernel launched for the largest size, and its algorithm if known."""
+    """Return one line of text per collective: the kernel that it launches for the largest size, and its algorithm if known."""
     if here.device.kind == "cpu":
         return [f"algorithm: unknown, because {here.backend} does not report it"]
     largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}
@@ -220,7 +220,10 @@ def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall)
 
 
 def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
-    """Return a line of text with the recommended size for each collective that was measured with at least three sizes."""
+    """Return one line of text per collective with the recommended message size.
+
+    Collectives that were measured with fewer than three sizes are left out.
+    """
     sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
     for one in measured:
         sweeps.setdefault((one.collective.name, one.dtype), []).append(one)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hyperion.results import Comparison
 
 _COLUMNS = ("variant", "metric", "A", "B", "change", "spread", "p (corrected)", "power at 3 %", "verdict")
-# Maximum number of printed lines of a list without --all. The total number is always printed.
+# Without --all, at most this many lines of a list are printed. The total number of lines is always printed.
 _LINES = 20
 
 
@@ -164,7 +164,9 @@ def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
 
 
 def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, seconds: float) -> int:
-    """Time the functions of a file in several processes of both versions, store the results, and print their comparison.
+    """Time the functions of a file with both versions of the code, store the results, and print their comparison.
+
+    Each version runs in several processes, which are called launches.
 
     Args:
         work: Python file with the functions to time.

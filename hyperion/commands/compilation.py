@@ -119,7 +119,7 @@ def compilation(
 
 
 def specifications(options: CompilationRequest) -> list[ModelSpec]:
-    """Return the specifications of the models to measure. With a checkpoint, include only models that its weights fit.
+    """Return the specifications of the models to measure. A checkpoint restricts them to models that its weights fit.
 
     Raises:
         HyperionError: a model is unknown, or the checkpoint cannot be read or does not match the weights of any model.

@@ -17,7 +17,8 @@ from hyperion.paths import expanded
 from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
 
-# The base class of errors in options is a class of click, of which newer versions of typer contain their own copy.
+# Errors in options are subclasses of click's ClickException. It is not imported from click, because newer versions of typer
+# contain their own copy of click.
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 

@@ -205,7 +205,10 @@ def on_rank(context: dict) -> dict:
 
 
 def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
-    """Train in this process, which torchrun started as one rank. The other ranks wait until rank 0 has written all results."""
+    """Train in this process, which torchrun started as one of the ranks.
+
+    All other ranks wait at the end until rank 0 has written all results.
+    """
     code = 0
     with process_group() as here:
         # Only rank 0 creates the folder. The other ranks get its name.
@@ -351,7 +354,7 @@ def _cell(value: object) -> str:
 
 
 def _leave(error: HyperionError, rank: int) -> int:
-    """Print an error and return its exit code. If all ranks have the same error, only rank 0 prints it."""
+    """Print an error and return its exit code. If every rank has the same error, only rank 0 prints it."""
     if rank:
         # An invalid request fails on every rank. Wait until rank 0 has printed the error, because torchrun stops the others when
         # this rank exits.

@@ -59,9 +59,10 @@ def _existing(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """The options of the command, JSON-serializable. An option that was not given is None (`lora`: False).
+    """Command-line options of run_distributed.py, which are JSON-serializable.
 
-    Typer makes the command line from the fields of this class. `base_dir` is an absolute path.
+    Typer makes the command line from the fields of this class. An option that was not given is None, except `lora`, which is
+    False. `base_dir` is an absolute path.
     """
 
     model: Annotated[
@@ -283,7 +284,7 @@ def require_sense(options: CommandOptions) -> None:
         said = [name for name in _OF_TRAININGS if getattr(options, name) not in (None, False)]
         if said:
             raise refused(
-                f"--{said[0]} does not work with --model scaling, because the profile has the sizes of the steps that are timed",
+                f"--{said[0]} does not work with --model scaling, because the profile defines the sizes of the timed steps",
                 f"leave --{said[0]} out",
             )
 
@@ -313,7 +314,7 @@ class TrainingSizes:
     Args:
         models: names of the models, of which the first that fits into the memory is trained.
         batch_size: number of examples in one optimizer step, on all ranks together.
-        learning_rates: the largest learning rate of a training of all parameters ("full") and of adapters ("lora").
+        learning_rates: peak learning rate for training all parameters ("full") and for training adapters ("lora").
         weight_decay: weight decay of the optimizer.
         checkpoint_every: number of steps between two checkpoints.
         evaluation_batches: number of held-out batches of an evaluation. None uses all batches.
@@ -380,10 +381,10 @@ def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[st
 
 
 def _llama(options: CommandOptions, machine: Machine, configurations: list[str], strategy: str, notes: list[str]) -> str:
-    """Return the name or the folder of the weights of the Llama.
+    """Return the name or the folder of the Llama weights.
 
-    These are the weights that --model_id names. Without this option, they are the weights in the mirror or the cache. If there
-    are none, they are random weights of the first configuration that fits into the memory.
+    If --model_id is given, it names the weights. Otherwise, the weights in the mirror or the cache are used. If neither contains
+    weights, the result names random weights of the first configuration that fits into the memory.
     """
     if options.model_id is not None:
         return options.model_id

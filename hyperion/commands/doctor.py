@@ -48,10 +48,10 @@ def doctor(
     component: import, correctness and floor. A level that did not run is 'skip', with the reason. Then the rules of
     troubleshooting are applied to the facts of this machine. The exit code is 1 if a test or a rule failed.
 
-    With --floors: compare measured values with floors, the least values of a healthy device. The floors are the vendor's
-    published acceptance values for this device, with their source. If the vendor publishes none, they are derived from the data
-    sheet. The measurements run on one device, on both dies of an MI250X module, and on all devices. The exit code is 1 if a
-    floor is not met.
+    With --floors: compare measured values with floors, the smallest values that a healthy device must reach. The floors are the
+    vendor's published acceptance values for this device, with their source. If the vendor publishes none, they are derived from
+    the data sheet. The measurements run on one device, on both dies of an MI250X module, and on all devices. The exit code is 1
+    if a floor is not met.
 
     With --harness: plant every measurement mistake that this library knows, and show which check detects it.
 
@@ -143,7 +143,10 @@ def _print_preflight(name: str, as_json: bool) -> int:
 
 
 def _print_fit(file: Path) -> int:
-    """Print the largest batch with which the step of a file fits into memory. Return 1 if no batch fits, else 0."""
+    """Print the largest batch size with which the function `step` of a Python file fits into memory.
+
+    Return 1 if no batch fits, else 0.
+    """
     from hyperion.doctor.batches import largest_fitting, load_step
 
     largest, tried = largest_fitting(load_step(file))

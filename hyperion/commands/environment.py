@@ -55,7 +55,7 @@ def env(
 
         facts = collect_facts()
         say(json.dumps(fingerprint(facts) | {"links": _links(facts)}, indent=1, sort_keys=True))
-        # After the fingerprint, which also helps to correct a wrong build.
+        # Checked after the fingerprint is printed, because the fingerprint helps the user to correct a wrong build.
         require_torch_build()
 
 
@@ -76,7 +76,10 @@ def _links(facts: "MachineFacts") -> dict:
 
 
 def _print_lint(files: list[Path]) -> int:
-    """Print the findings of the linter for the files, or for this process. Return 1 if there is one, else 0."""
+    """Print the linter's findings about the files or, without files, about the environment of this process.
+
+    Return 1 if there is a finding, else 0.
+    """
     from hyperion.install.variables import lint, read_assignments
 
     sources = {str(file): read_assignments(file) for file in files} or {"environment": sorted(os.environ.items())}
@@ -91,7 +94,7 @@ def _print_lint(files: list[Path]) -> int:
 
 
 def _print_variables() -> None:
-    """Print the registry of variables: the readers, the effect, and the source that proves it."""
+    """Print the registry of environment variables: what reads each variable, its effect, and the source that proves both."""
     from hyperion.install.variables import fictional, registry
 
     table = Table("variable", "read by", "effect", "source", pad_edge=False)
@@ -103,7 +106,7 @@ def _print_variables() -> None:
 
 
 def _print_advice() -> None:
-    """Print each way to install PyTorch on this machine, the support of its GPUs, and the vendor's images for training."""
+    """Print the ways to install PyTorch on this machine, how well its GPUs are supported, and the vendor's training images."""
     from hyperion.install.advice import advise, support_of, training_images
     from hyperion.install.machine import collect_facts
 

@@ -58,7 +58,7 @@ def export(
 
 
 def benchmark_name(row: "Row") -> str:
-    """Return the name of what a row measured, without its metric, such as "01_x/gemm/torch.mm bf16 k=64 m=64 n=64"."""
+    """Return a benchmark name for a row, which contains everything but the metric: "01_x/gemm/torch.mm bf16 k=64 m=64 n=64"."""
     params = [f"{name}={_text(value)}" for name, value in sorted(row.params.items())]
     rank = [] if row.rank is None else [f"rank={row.rank}"]
     words = [word for word in (row.variant, row.dtype, *params, *rank) if word]
@@ -172,9 +172,10 @@ def write_tensorboard(run: "Run", folder: Path) -> int:
 
 
 def write_wandb(run: "Run", folder: Path) -> int:
-    """Write a run as an offline run of Weights & Biases. Return the number of points. `wandb sync` can upload it later.
+    """Write a run as an offline run of Weights & Biases, and return the number of points.
 
-    Curves become the history, with their own step. Rows become the summary. The description of the run becomes the configuration.
+    `wandb sync` can upload the offline run later. Curves become the history, and each curve has its own step. Rows become the
+    summary. The description of the run becomes the configuration.
 
     Raises:
         HyperionError: wandb is not installed.
@@ -194,7 +195,7 @@ def write_wandb(run: "Run", folder: Path) -> int:
                 offline.log({tag: value, f"{tag}/at": step})
         rows = {tag: points[0][1] for tag, points in scalars(run).items() if tag not in series}
         offline.summary.update(rows)
-    wandb.teardown()  # another process writes the file, and this waits for its end
+    wandb.teardown()  # wait for the process that writes the file
     return sum(map(len, series.values())) + len(rows)
 
 

@@ -21,7 +21,7 @@ add_commands(app)
 
 @app.command("list")
 def list_frameworks() -> None:
-    """List the frameworks, where each of them runs, and why one is unavailable."""
+    """List the frameworks, the environment of each one, and the reason if it is unavailable."""
     from hyperion.engines import STACKS
 
     table = Table("framework", "ranks on a CPU", "environment", "state")
@@ -38,8 +38,8 @@ def install(
 ) -> None:
     """Install frameworks, each in its own environment, which uses the torch of this environment.
 
-    Nothing else installs frameworks. The environments are in data/frameworks/. To uninstall one, remove its folder there. If an
-    environment cannot be installed, the others still are, and the exit code is 1.
+    No other command installs frameworks. The environments are in data/frameworks/. To uninstall a framework, remove its folder
+    there. If one environment cannot be installed, the others are still installed, and the exit code is 1.
     """
     from hyperion.engines.environments import ENVIRONMENTS
     from hyperion.engines.environments import install as install_environment
@@ -71,7 +71,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     output: Annotated[Path | None, typer.Option(help="Folder for the records.", show_default="results/frameworks/")] = None,
 ) -> None:
-    """Train on the same work with several frameworks, one after the other, and write one JSON file for each that ran.
+    """Train the same workload with several frameworks, one after the other, and write a JSON file for each one that ran.
 
     If a framework fails or is killed, the others continue. Exit codes: 0 all available frameworks trained; 1 a framework failed;
     3 none of the frameworks is available, and no file was written.
@@ -100,7 +100,10 @@ def train(
 
 
 def print_summary(outcomes: Sequence) -> None:
-    """Print one line per framework, with its last loss or the reason why it has none, and a line that names those that failed."""
+    """Print a table with one line per framework, and a last line that names the frameworks that failed.
+
+    A line of the table contains the losses of the framework, or the reason why it did not train.
+    """
     table = Table("framework", "ranks", "first loss", "last loss", "state")
     for outcome in outcomes:
         record = outcome.record

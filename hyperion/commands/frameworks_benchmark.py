@@ -1,6 +1,6 @@
-"""The documented commands `hyperion frameworks`: run, compare, archive, extract, validate, capabilities and docker.
+"""The commands `hyperion frameworks` run, compare, archive, extract, validate, capabilities and docker.
 
-The scripts in phase2_development/frameworks call these commands and contain nothing else.
+The scripts in phase2_development/frameworks only call these commands.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def main(command: str, fixed: list[str], words_are: str = "") -> int:
     Args:
         command: name of the command.
         fixed: arguments that the script adds before those of its user.
-        words_are: option that gets the words before the user's first option, such as "--model".
+        words_are: option, such as "--model", whose values are the arguments before the user's first option.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     add_commands(app)
@@ -98,7 +98,8 @@ def run(
 ) -> None:
     """Train the documented models with several frameworks, and write one JSON file for each combination that ran.
 
-    The others continue if one fails. A second call repeats only what failed or what other settings would change. Exit codes:
+    If one combination fails, the others continue. A second call repeats only combinations that failed or whose settings changed.
+    Exit codes:
     0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
     """
     from hyperion.frameworks.config import load_config
@@ -153,10 +154,13 @@ def compare(
     force: Annotated[bool, typer.Option("--force", help="Compare although the work differs. The report says how.")] = False,
     config_file: ConfigFile = None,
 ) -> None:
-    """Compare result files: a table, a picture and a report. A faster framework is named only if its interval excludes a tie.
+    """Compare result files, and write a table, a picture and a report.
+
+    A framework is called faster only if the interval of its speed-up excludes a tie.
 
     With prices of a GPU hour, the table and the report also show the price of a million tokens. No price is assumed.
-    Results of one model are refused if their work differs: batch, sequence length, precision, initial state or order of the rows.
+    Results for the same model are refused if their workloads differ in batch, sequence length, precision, initial state or row
+    order.
     """
     from hyperion.frameworks.comparison import (
         CAVEAT,
@@ -202,7 +206,7 @@ def archive(
 ) -> None:
     """Pack the result files, logs, events and the comparison of a folder into a zip file with SHA-256 sums.
 
-    An archive without a result, with an invalid file, or under the name of an existing file is refused.
+    The command refuses to make an archive if there is no result, if a file is invalid, or if the archive already exists.
     """
     from hyperion.frameworks.archive import write_archive
     from hyperion.frameworks.config import load_config
@@ -232,7 +236,7 @@ def extract(
     output_dir: OutputFolder = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Make a result file from the log of a run that was started by hand. A log of an unknown form is an error."""
+    """Make a result file from the log of a run that was started by hand. A log in an unknown format is an error."""
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.logs import RunFacts, result_of_log
     from hyperion.frameworks.plan import output_folder
@@ -253,10 +257,12 @@ def validate(
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="With --migrate: new folder.", show_default="that of the file")] = None,
 ) -> None:
-    """Check result files against their form and their own series. The exit code is 1 if a file is refused.
+    """Check the fields of result files, and compare their values with the series in the same file.
 
-    With --migrate, a file of an older generation is written again in the present form, under its documented name. Another file
-    with this name is not replaced.
+    The exit code is 1 if a file is refused.
+
+    With --migrate, a file in an older format is converted to the present format and written under its documented name. An
+    existing file with this name is not replaced.
     """
     from hyperion.frameworks.result import migrate as migrated
     from hyperion.frameworks.result import read_result, write_result
@@ -284,7 +290,10 @@ def capabilities(
     results_dir: Annotated[Path | None, typer.Option(help="Folder with result files.", show_default="results/frameworks")] = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Print what each framework can do here, from probes that import its parts, and what its result files measured."""
+    """Print the capabilities of each framework on this machine, and the values that its result files contain.
+
+    A probe finds a capability by importing the part of the framework that provides it.
+    """
     from hyperion.frameworks.capabilities import MARKS, capability_rows
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.plan import output_folder
@@ -327,7 +336,7 @@ class ProgressLine:
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self._console, self._clock, self._said_s = console, clock, -math.inf
-        # Without a refresh thread, which would take time from ranks on the CPU.
+        # No refresh thread is used, because it would take CPU time from ranks that run on the CPU.
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "ProgressLine":

@@ -20,12 +20,12 @@ def adapt_command(
         typer.Option(help="A folder `megatron/core`. The folder is changed in place.", show_default="the installed package"),
     ] = None,
 ) -> None:
-    """Apply the changes to megatron-core. A second call changes nothing. The chapter itself uses a copy and needs no such call.
+    """Change megatron-core so that it runs without CUDA. A second call changes nothing. The chapter uses its own copy instead.
 
-    Each changed file is printed with its reason. A file that is neither as published nor adapted is refused, and then no file is
-    changed. The exit code is 2 in this case.
+    Each changed file is printed with the reason for the change. If a file is neither in its published nor in its changed form,
+    the command changes no file, and the exit code is 2.
     """
-    # Imports torch, which the other commands must not need.
+    # Imported here, because this module imports torch, which the other commands must not need.
     from hyperion.parallel.megatron.release import VERSION, adapt, changes, find_release
 
     core = find_release() if path is None else Path(expanded(path))
@@ -52,9 +52,9 @@ def tokens_command(
     The tokens are those of GPT-2, and <|endoftext|> ends each document. WikiText-2 has the splits train, validation and test. An
     article is a document, and each of its lines that is not empty is a sequence.
 
-    In a file of JSON lines, a text is a document with one sequence, as Megatron's own tool writes it. About one of 20 documents
-    is in the split test, and the others are in train: the hash of the text decides. A line without a text is an error that names
-    its number.
+    In a file of JSON lines, each text is a document with one sequence, as in the files that Megatron's own tool writes. The hash
+    of the text determines its split: about one of 20 documents is in test, and the others are in train. A line without a text is
+    an error, whose message names the line number.
 
     Existing files are never written over. The files are read back, and get their names only if all of them are complete. The exit
     code is 2 after an error, such as a damaged file in --check.

@@ -68,9 +68,10 @@ def monitor(
 
 
 def run_watched(command: Sequence[str]) -> int:
-    """Run a command until it ends, and return its exit code; 128 plus the number of the signal that ended it.
+    """Run a command until it ends, and return its exit code.
 
-    SIGINT and SIGTERM are passed to the command, and the monitor waits for its end.
+    If a signal ended the command, the exit code is 128 plus the number of the signal. SIGINT and SIGTERM are passed on to the
+    command, and the monitor waits until it ends.
 
     Raises:
         HyperionError: the command cannot be started.
@@ -97,7 +98,7 @@ def run_watched(command: Sequence[str]) -> int:
 def _wait(duration_s: float) -> int:
     try:
         time.sleep(duration_s)
-    except KeyboardInterrupt:  # the readings so far are shown
+    except KeyboardInterrupt:  # the monitor stops and shows the readings so far
         return 130
     return 0
 
@@ -150,7 +151,7 @@ def _rates(run: str, started_s: float) -> dict[str, float]:
 def summary_lines(
     summaries: Sequence[DeviceSummary], overhead: float, tokens: int | None = None, rates: dict[str, float] | None = None
 ) -> list[str]:
-    """Return the lines of the summary: one for each device, then the energy per token.
+    """Return the summary as lines of text: one line for each device, followed by the energy per token.
 
     Args:
         summaries: one for each device.
@@ -176,7 +177,7 @@ def summary_lines(
         lines.append(f"{one.device}: {'; '.join(parts) or 'nothing can be read'} ({one.samples} readings{rate})")
         lines += [f"  {name}: {reason}" for name, reason in one.unreadable.items()]
     energies, powers = [one.energy_j for one in summaries], [one.power_w for one in summaries]
-    # The second die of an MI250X reports no power, because the first reports that of the module.
+    # The second die of an MI250X reports no power, because the first die reports the power of the whole module.
     energy = sum(value for value in energies if value is not None) if any(value is not None for value in energies) else None
     power = sum(value for value in powers if value is not None) if any(value is not None for value in powers) else None
     if tokens is not None:

@@ -1,6 +1,7 @@
-"""Programs that compute files of the repository again: `python -m hyperion.commands.regenerate COMMAND`.
+"""Commands that recompute files of the repository: `python -m hyperion.commands.regenerate COMMAND`.
 
-These files are stored in git, and only a change of the library requires new ones. So the commands are not part of `hyperion`.
+These files are stored in git. They must be recomputed only after a change of the library, so the commands are not part of
+`hyperion`.
 """
 
 import sys
@@ -18,7 +19,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, such as resul
 
 @app.command()
 def curves(runs: Runs) -> None:
-    """Fit the curves from which rates are predicted to reference runs, and write them to hyperion/chapter/efficiency.toml."""
+    """Fit the curves that predict rates. They are fitted to reference runs and written to hyperion/chapter/efficiency.toml."""
     from hyperion.chapter.efficiency_fit import write_curves
 
     path, count = write_curves(_runs_in(runs))
@@ -37,7 +38,10 @@ def predictions(runs: Runs) -> None:
 def numerics(
     write: Annotated[bool, typer.Option("--write", help="Replace the pack in git instead of comparing with it.")] = False,
 ) -> None:
-    """Recompute the float64 pack of `hyperion doctor --numerics`. The exit code is 1 if it differs from the pack in git."""
+    """Recompute the pack, which is the float64 results that `hyperion doctor --numerics` compares with.
+
+    The exit code is 1 if the new pack differs from the pack in git.
+    """
     from hyperion.doctor.numerics import PACK, TOLERANCE_OF_PACK, difference_from_pack, write_pack
 
     if write:
@@ -59,7 +63,10 @@ def trained_models() -> None:
 
 
 def _runs_in(folders: list[Path]) -> list[Path]:
-    """Return the folders of runs. `results/reference/*` also matches folders of launches and of comparisons."""
+    """Return the folders that are runs, and print the names of the others.
+
+    The pattern `results/reference/*` also matches folders of launches and of comparisons, which are not runs.
+    """
     runs = [folder for folder in folders if not folder.is_dir() or (folder / "run.json").exists()]
     for folder in folders:
         if folder not in runs:

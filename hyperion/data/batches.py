@@ -1,8 +1,8 @@
-"""Batches of tokens on the device, in a deterministic order. A training run can resume exactly at any batch.
+"""Loaders that build batches of tokens on the device in a deterministic order. A training run can resume exactly at any batch.
 
-There are three loaders. The rows of their batches are windows of a token stream (`LanguageBatches`), padded lines
-(`PaddedBatches`) or instructions with their completions (`InstructionBatches`). `Prefetched` builds the batches of any of these
-loaders in threads.
+There are three loaders. A row of a batch is a window of a token stream (`LanguageBatches`), a padded line of text
+(`PaddedBatches`), or an instruction with its completion (`InstructionBatches`). `Prefetched` wraps any of these loaders and
+builds its batches in threads.
 """
 
 import threading
@@ -22,7 +22,7 @@ from hyperion.data.store.folders import DataError
 from hyperion.data.text.instructions import Completions
 
 Batch = tuple[Tensor, Tensor]
-WIDTH_MULTIPLE = 8  # matrix units are faster with multiples of 8, and fewer different batch shapes occur
+WIDTH_MULTIPLE = 8  # rounding widths up to a multiple of 8 makes matrix units faster and gives fewer different shapes
 
 
 class ResumableBatches(ABC):
@@ -39,7 +39,8 @@ class ResumableBatches(ABC):
         self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
         self.records, self.rank, self.ranks = records, rank, ranks
         self._orders: dict[int, np.ndarray] = {}
-        # Several threads of `Prefetched` may need the order of the same epoch at the same time. Only one of them draws it.
+        # Several threads of `Prefetched` may need the order of the same epoch at the same time. The lock lets only one of them
+        # draw it.
         self._drawing = threading.Lock()
         # -(-a // b) is the quotient rounded up.
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
@@ -67,14 +68,15 @@ class ResumableBatches(ABC):
 
     def advance(self) -> tuple[int, int]:
         """Return the epoch and the position of the next batch, and move the position to the batch after it."""
-        # The epoch changes here and not after its last batch, because `left_in_epoch` must stay correct between two calls.
+        # Begin a new epoch here and not after the last batch of an epoch, because `left_in_epoch` must stay correct between two
+        # calls.
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
         return self.epoch, self.position - 1
 
     def place_after(self, place: tuple[int, int]) -> tuple[int, int]:
-        """Return (epoch, position) of the batch that follows the batch at `place`, which has the same form."""
+        """Return the (epoch, position) of the batch that follows the batch at `place`, which is also a pair (epoch, position)."""
         epoch, position = place
         return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
 
@@ -108,8 +110,8 @@ class ResumableBatches(ABC):
     def examples(self, epoch: int) -> np.ndarray:
         """Return the examples of this rank in an epoch, in order.
 
-        Depending on the loader, an example is the start of a window in the token stream, the index of a row, or the index of an
-        image.
+        An example is an int64 number. Depending on the loader, it is the start of a window in the token stream, the index of a
+        row, or the index of an image.
         """
         return np.concatenate([self._examples(epoch, position) for position in range(self.batches_per_epoch)])
 
@@ -123,7 +125,7 @@ class ResumableBatches(ABC):
         return whole[self._part(len(whole))]
 
     def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
-        """Return the examples of one global batch, which are those of all ranks."""
+        """Return the examples of one global batch, including those of the other ranks."""
         return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def _ordered(self, epoch: int) -> np.ndarray:
@@ -133,7 +135,7 @@ class ResumableBatches(ABC):
         """
         with self._drawing:
             if epoch not in self._orders:
-                # Keep the newest known order, because batches of the previous epoch may still be needed.
+                # Keep the newest order known so far, because batches of the previous epoch may still be needed.
                 latest = list(self._orders.items())[-1:]
                 self._orders = dict(latest) | {epoch: self._order(epoch)}
             return self._orders[epoch]
@@ -150,7 +152,8 @@ class ResumableBatches(ABC):
         """Return the examples of an epoch in order. The order must depend only on the epoch and the seed."""
         if not self.shuffle:
             return np.arange(self.records)
-        # With a pair as the seed, each epoch has its own random stream, so any epoch can be drawn without the earlier ones.
+        # The pair (seed, epoch) gives each epoch its own random stream, so the order of an epoch can be drawn without drawing
+        # those of earlier epochs.
         return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     @abstractmethod
@@ -165,7 +168,7 @@ class LanguageBatches(ResumableBatches):
 
     In each epoch, the stream is cut from a new random offset into disjoint windows of sequence_length + 1 tokens, and the windows
     are shuffled. The last token of a window is only a target. An epoch omits the windows of an incomplete batch, and the tokens
-    of at most two windows. The omitted tokens differ between epochs.
+    of at most two windows. Other tokens are omitted in each epoch.
 
     The offset is random because in the synthetic text all lines have 16 tokens. If windows always started at multiples of
     sequence_length, and sequence_length were a multiple of 16, all windows would start at the same position in a line. A model
@@ -222,7 +225,7 @@ class LanguageBatches(ResumableBatches):
 
 
 class PaddedBatches(ResumableBatches):
-    """Batches of shuffled lines. Each row contains one line, which is truncated or padded.
+    """Batches of shuffled lines of text. Each row contains one line, which is truncated or padded to the length of the row.
 
     Inputs and targets are int64 [batch, sequence_length]. A target is the next token of the line. A position without a next
     token has the target IGNORE_INDEX, so padding does not change the loss. The number of tokens in a batch is the number of
@@ -270,7 +273,7 @@ class PaddedBatches(ResumableBatches):
 
     def _batch(self, epoch: int, position: int) -> Batch:
         starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
-        # Windows extend beyond the ends of their lines. The mask below replaces the tokens of later lines.
+        # A window may extend beyond the end of its line. The mask below replaces the tokens of later lines by padding.
         windows = self._stream.windows(starts, self.sequence_length + 1)
         places = torch.arange(self.sequence_length + 1, device=windows.device)
         outside = places >= on_device(sizes.copy(), windows.device)[:, None]
@@ -326,12 +329,12 @@ class InstructionBatches(ResumableBatches):
         longest = int(self._sizes[self._whole_batch(epoch, position)].max())
         width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
         own = on_device(self._examples(epoch, position), self._inputs.device)
-        # Stored as int32 to halve the memory. Embeddings and losses need int64 targets.
+        # The rows are stored as int32 to halve the memory. Convert them here, because embeddings and losses need int64.
         return self._inputs[own, :width].long(), self._targets[own, :width].long()
 
 
 class Prefetched:
-    """Builds the batches of another loader in threads, before they are needed.
+    """Loader that builds the batches of another loader in threads, before they are needed.
 
     The batches are bitwise equal to the loader's own batches for any number of threads, because a batch depends only on its
     position in the sequence. The state is the position after the last returned batch, without prefetched batches, so a training
@@ -341,7 +344,7 @@ class Prefetched:
         batches: loader on the host, for example a loader that reads windows from a file. `next_batch` also advances the position
             of this loader.
         workers: number of threads. NumPy and file reads release Python's global interpreter lock, so threads run in parallel.
-        ahead: number of batches that are ready or being built, at least `workers`.
+        ahead: maximum number of batches that are ready or being built. It must be at least `workers`.
         device: device of the returned batches. They are copied from pinned memory, and the host does not wait for the copy.
 
     Attributes:
@@ -369,14 +372,14 @@ class Prefetched:
         place = self.batches.advance()
         if self._pending and self._pending[0][0] != place:
             self._forget()  # the position of the wrapped loader has changed since the last call
-        # This does nothing if the queue is full. After a reset, it starts building the batch at `place`.
+        # `_plan` does nothing if the queue is full. After a reset of the position, it starts building the batch at `place`.
         self._plan(place)
         future = self._pending.popleft()[1]
         # If the batch is ready, there is almost no wait. A long wait means that the loader is slower than the training step.
         started = time.perf_counter()
         batch = future.result()
         self.waited_s += time.perf_counter() - started
-        # One position in the queue is free again.
+        # One place in the queue is free now, so start building another batch.
         self._plan(self.batches.place_after(place))
         if self._device.type == "cpu":
             return batch
@@ -472,7 +475,7 @@ def evaluation_windows(
 
 
 class TokenStream:
-    """Reads windows of a token stream, which is on the device, or in a file that may be larger than the memory.
+    """Reads windows of a token stream, which is stored on the device or in a file. The file may be larger than the memory.
 
     Args:
         tokens: token ids [tokens], often a memory map of a file.

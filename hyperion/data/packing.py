@@ -1,4 +1,4 @@
-"""Count the tokens in rows of equal length.
+"""Count the tokens and the padding in training rows of equal length.
 
 Rows are either packed or padded. Packed rows are windows of one token stream, built by `hyperion.data.batches.LanguageBatches`.
 Each padded row is one line of the text, built by `hyperion.data.batches.PaddedBatches`. This module does not import torch.
@@ -47,7 +47,7 @@ class Padding:
 
     @classmethod
     def of(cls, sizes: np.ndarray, length: int) -> "Padding":
-        """Return the counts for samples in rows of `length` positions. `sizes` are their numbers of tokens, int64 [samples]."""
+        """Return the counts for samples with these numbers of tokens, int64 [samples], in rows of `length` positions."""
         tokens = int(np.minimum(sizes, length).sum())
         return cls(len(sizes), tokens, len(sizes) * length - tokens, int(sizes.sum()) - tokens)
 

@@ -1,4 +1,4 @@
-"""Find the largest batch that fits into memory, by trying."""
+"""Find the largest batch that fits into memory by running steps with several batch sizes."""
 
 import gc
 import runpy
@@ -9,21 +9,21 @@ import torch
 
 from hyperion.errors import HyperionError
 
-_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # of CUDA, HIP and the CPU allocator
+_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # in errors of CUDA, HIP and the CPU allocator
 
 
 def largest_fitting(step: Callable[[int], object], at_most: int = 2**16) -> tuple[int, list[int]]:
-    """Return the largest batch with which a step fits into memory, and the batches that were tried.
+    """Return the largest batch size with which a step fits into memory, and the batch sizes that were tried.
 
-    The batch is doubled until a step fails, and then bisected. This takes at most 2 log2 of the result steps. 0 means that a
-    batch of 1 does not fit.
+    The batch size is doubled until a step fails, and then found by bisection. For a result n, this takes about 2 log2(n) steps.
+    The result is 0 if a batch of 1 does not fit.
 
     Args:
-        step: function that runs one step with a batch of this size.
-        at_most: largest batch to try.
+        step: function that takes a batch size and runs one step with it.
+        at_most: largest batch size to try.
 
     Raises:
-        Exception: a step failed for another reason than memory.
+        Exception: a step failed, but not because memory ran out.
     """
     tried: list[int] = []
 
@@ -59,7 +59,7 @@ def _fits(step: Callable[[int], object], batch: int) -> bool:
             raise
         return False
     finally:
-        # The traceback of the failed step held its tensors until here.
+        # The traceback of a failed step keeps its tensors alive until here, so the memory can only be freed now.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -45,7 +45,7 @@ class CheckResult:
         evidence: what the check observed.
         remedy: the next step if the status is 'warn' or 'fail', else "".
         version: version of what was checked, or "".
-        found: whether the component is on this machine.
+        found: True if the component is installed on this machine.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The code that the trials of `hyperion.doctor.comparison` launch: two functions with many small operations.
+"""The code that the trials of `hyperion.doctor.comparison` measure: two functions with many small operations.
 
 Each version has its own folder with the file planted.py, which contains the number of operations. A version with 101 instead of
 100 operations has a planted slowdown of 1 %. This code has its own file, because `relaunch` runs the file in new processes.

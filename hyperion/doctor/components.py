@@ -1,6 +1,6 @@
 """The components of the stack by layer, the tests of each component, and the process that runs the tests.
 
-Each test runs in a worker process: a package that crashes or hangs during its import must not end the other tests.
+Each test runs in a worker process, so that a package that crashes or hangs during its import does not stop the other tests.
 """
 
 import functools
@@ -28,7 +28,7 @@ _NO_PROBE = "imported only: no test compares its results"
 
 @dataclass(frozen=True)
 class Check:
-    """One test.
+    """One test of a component.
 
     Args:
         tested: what the test does.
@@ -47,7 +47,7 @@ class Component:
         layer: its layer.
         name: its name.
         tests: one test for each level that has one.
-        untested: reason for each level without a test.
+        untested: for each level without a test, the reason why there is none.
     """
 
     layer: Layer
@@ -246,7 +246,7 @@ def _collectives(count: int) -> Component:
 
 
 def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: float = TIMEOUT_S) -> list[Item]:
-    """Run the tests of all components and return one item for each component and level.
+    """Run the tests of all components, and return the report items: one for each component and level.
 
     Args:
         chosen: the components.
@@ -254,7 +254,7 @@ def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: flo
         timeout_s: time limit of each test in seconds.
     """
     chosen = list(chosen)
-    # The tests of communication start several processes and take longest, so they start first.
+    # The tests of the communication layer start several processes and take longest, so they are started first.
     queue = iter(sorted(chosen, key=lambda component: component.layer != "communication"))
     lock, done = threading.Lock(), {}
 
@@ -296,8 +296,8 @@ def _items(component: Component, worker: IsolatedProcess) -> list[Item]:
 
 
 def _run(worker: IsolatedProcess, test: Callable[[], CheckResult]) -> tuple[CheckResult, float]:
-    """Return the result of a test and its seconds. An exception, a crash or a timeout is a failure."""
-    worker.start()  # the start, which imports torch, is no part of the seconds of a test
+    """Run a test, and return its result and its duration in seconds. An exception, a crash or a timeout is a failure."""
+    worker.start()  # started before the clock, so that the import of torch is not counted
     started_s = time.monotonic()
     try:
         result = worker.run(test)

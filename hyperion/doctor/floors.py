@@ -95,7 +95,7 @@ class FloorReport:
 
 
 def check_floors(run: str | None = None, on_line: Callable[[str], object] = print) -> FloorReport:
-    """Compare this machine, or the machine of a run, with the floors of its device.
+    """Compare this machine, or the machine that measured a run, with the floors of its device.
 
     Args:
         run: name of a run whose rows are compared. None measures this machine now.
@@ -140,7 +140,7 @@ def floors_of_run(run: Run) -> FloorReport:
 
 
 def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
-    """Compare rows with the floors of the device on which they were measured.
+    """Compare measured rows with the floors of the device that measured them.
 
     Args:
         environment: description of the machine. In a notebook, this is `chapter.environment`.

@@ -1,8 +1,8 @@
 """Self-test of the measurements: make known measurement mistakes on purpose, and show which check detects each of them.
 
 Such a mistake is called a planted fault. The same measurement without the mistake is called the clean twin, and must pass the
-check. Most planted faults are defined in `hyperion.measure.planted_faults`. Those in this file need a model or the function
-`sample_frame`, which are in packages that `hyperion.measure` must not import.
+check. Most planted faults are defined in `hyperion.measure.planted_faults`. The faults in this file need a model or the function
+`sample_frame`, whose packages must not be imported by `hyperion.measure`.
 """
 
 from collections.abc import Sequence

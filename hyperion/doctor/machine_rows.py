@@ -1,7 +1,8 @@
 """Measure one device, and return the results as rows (`hyperion.results.Row`).
 
-The outputs of all measured operations are checked. There are functions for matrix products and memory streams with their energy,
-for launches, for copies between host and device, and for all-reduces. A memory stream reads or writes large arrays once per call.
+There are functions for matrix products and memory streams, which also measure the energy, for launches, for copies between host
+and device, and for all-reduces. A memory stream reads or writes large arrays once per call. The outputs of all measured
+operations are checked.
 """
 
 from collections.abc import Iterable

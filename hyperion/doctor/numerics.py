@@ -386,7 +386,7 @@ def _gradient_errors(gradients: dict[str, tuple[np.ndarray, float]], reference: 
 
 
 def _distance(computed: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
-    """Return the norm of the difference, divided by the larger of the norm of `expected` and `least`."""
+    """Return the norm of the difference divided by the norm of `expected`, or by `least` if that is larger."""
     if computed.shape != expected.shape:
         return float("inf")
     return float(np.linalg.norm(computed - expected) / max(float(np.linalg.norm(expected)), least))

@@ -16,12 +16,12 @@ from hyperion.install.plan import MINIMUM_PYTHON, MINIMUM_TORCH
 
 @dataclass(frozen=True)
 class Need:
-    """One need of a workload.
+    """One requirement of a workload, and whether this machine meets it.
 
     Args:
         what: what is needed.
         found: what this machine has.
-        needed: the least value.
+        needed: the smallest sufficient value.
         result: 'ok', 'warn' (optional and missing), 'fail', or 'skip' (does not apply, or unknown).
         remedy: the next step for 'warn' and 'fail', else "".
     """
@@ -34,14 +34,14 @@ class Need:
 
 
 def workloads() -> dict[str, dict[str, Any]]:
-    """Return the needs of each workload."""
+    """Return a dict that maps the name of each workload to its requirements."""
     return tomllib.loads(Path(__file__).with_name("preflight.toml").read_text(encoding="utf-8"))
 
 
 def check_preflight(workload: str, state: State, version: Callable[[str], str | None] = package_version) -> list[Need]:
-    """Return one result for each need of a workload.
+    """Check every requirement of a workload, and return one result for each.
 
-    Permissions of device files and the versions of Python and PyTorch, which all workloads need, are always checked.
+    All workloads need access to the device files, and sufficient versions of Python and PyTorch. These are always checked.
 
     Args:
         workload: name of the workload.
@@ -130,7 +130,7 @@ def _permission(state: State) -> Need:
 
 
 def _interpreter(state: State) -> list[Need]:
-    """Return the results for Python and PyTorch, which have the least versions of pyproject.toml."""
+    """Compare the versions of Python and PyTorch with the minimum versions in pyproject.toml, and return the results."""
     torch = state.build.version if state.build else None
     newer = f"install Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer, then `make setup`"
     return [

@@ -1,4 +1,4 @@
-"""Probes of optional and required components: load a package, and compare one result of it with a known result.
+"""Probes of optional and required components. A probe loads a package, computes something with it, and checks the result.
 
 A probe returns a `CheckResult`, or raises an exception, which counts as a failure. Tolerances are derived where they are used.
 """
@@ -75,7 +75,7 @@ def package_version(package: str) -> str | None:
 
 
 def _compared(name: str, what: str, error: float, tolerance: float) -> CheckResult:
-    """Return 'ok' if the error is within the tolerance. A NaN fails."""
+    """Return a result with the status 'ok' if the error is within the tolerance, else 'fail'. An error of NaN fails."""
     evidence = f"{what}: error {error:.2g}, tolerance {tolerance:.2g}"
     if error <= tolerance:
         return CheckResult(name, "ok", evidence)
@@ -118,7 +118,7 @@ def probe_attention(device: str = "cpu", attention: Callable[..., torch.Tensor] 
     exact_gradients = torch.autograd.grad(exact, exact_inputs, grad)
     pairs = zip((output, *gradients), (exact, *exact_gradients), strict=True)
     errors = [_relative(got, wanted) for got, wanted in pairs]
-    # float32 gives 3e-7. TF32 operands have 2^-11 = 5e-4 each.
+    # In float32, the error is 3e-7. Rounding to TF32 adds a relative error of 2^-11 = 5e-4 to each operand.
     return _compared("attention", f"output and gradients on {device} against float64", max(errors), 2e-3)
 
 
@@ -167,7 +167,10 @@ def _tiny_llama() -> torch.nn.Module:
 
 
 def probe_peft() -> CheckResult:
-    """Merge a LoRA adapter into its model. The logits must stay the same, and differ from those of the model alone."""
+    """Merge a LoRA adapter into its model, and check the logits.
+
+    Merging must not change the logits. They must differ from those of the model without the adapter.
+    """
     from peft import LoraConfig, get_peft_model
 
     base, tokens = _tiny_llama(), torch.arange(12)[None]
@@ -205,7 +208,10 @@ def probe_onnxruntime() -> CheckResult:
 
 
 def probe_bitsandbytes(device: str = "cpu") -> CheckResult:
-    """Quantise normal numbers to NF4 and back. The bytes must be a half byte per number, and the error near that of NF4."""
+    """Quantise normally distributed numbers to NF4 and back.
+
+    Each number must take half a byte, and the error must be close to the error of NF4.
+    """
     from bitsandbytes import functional  # pyright: ignore[reportMissingImports]  # optional
 
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
@@ -238,7 +244,10 @@ def _tensorflow_product(a: np.ndarray, b: np.ndarray) -> Any:
 
 
 def probe_profiler() -> CheckResult:
-    """Profile three matrix products. The table must count three, and the trace must be valid JSON with three of them."""
+    """Profile three matrix products, and check that the profiler's table and trace contain all three.
+
+    The trace must also be valid JSON.
+    """
     a = torch.randn(32, 32)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(3):
@@ -293,7 +302,7 @@ def probe_peers(count: int, copy: Callable[[torch.Tensor, str], torch.Tensor] = 
 
 
 def probe_telemetry(device: Device | None = None, reader: Callable[[Device], Telemetry] = read) -> CheckResult:
-    """Read clocks, power and temperature once. Every value must be physically possible."""
+    """Read clocks, power and temperature once, and check that every value is physically possible."""
     reading = reader(device or detect())
     bounds = {"clock_mhz": (1, 20_000), "memory_clock_mhz": (1, 40_000), "power_w": (0.1, 5_000), "temperature_c": (-20, 130)}
     values = {name: value for name in bounds if (value := getattr(reading, name)) is not None}
@@ -319,7 +328,7 @@ def probe_mpi(
     done = call(command, env=os.environ | mpirun_settings(2), capture_output=True, text=True, timeout=60, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("mpi 2 ")]
     if done.returncode or len(lines) != 2:
-        # With the mpirun of another MPI than the one of mpi4py, each process is alone and prints "mpi 1".
+        # If mpirun belongs to another MPI library than mpi4py, each process is the only rank of its own job and prints "mpi 1".
         evidence = f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:] or 'no output'}"
         return CheckResult("mpi", "fail", evidence, "install mpi4py for this MPI: pip install --no-binary mpi4py mpi4py")
     return CheckResult("mpi", "ok", "allreduce, bcast, scatter and gather on 2 ranks by value", version=lines[0][6:])

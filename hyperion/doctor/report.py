@@ -26,8 +26,8 @@ class Item:
     Args:
         layer: layer of the component.
         component: name of the component.
-        level: 'import' (it is there and can be loaded), 'correctness' (a test exercised it, and compared the result with a
-            known one) or 'floor' (its rate was compared with the least rate of a healthy machine).
+        level: 'import' (the component is installed and can be loaded), 'correctness' (a test compared a result of the component
+            with a known result) or 'floor' (a test compared its rate with the smallest rate of a healthy machine).
         found: whether the component is on this machine.
         version: version of the component, or "" if it has none.
         tested: what the test did, or "" if nothing was tested.
@@ -49,7 +49,7 @@ class Item:
     seconds: float
 
     def __post_init__(self) -> None:
-        """Raise an error for an item that claims a result without a test.
+        """Check that an item with a result also has a test, evidence and, if needed, a remedy.
 
         Raises:
             ValueError: the result is 'ok', 'warn' or 'fail' and no test ran, or the evidence or the remedy is missing.

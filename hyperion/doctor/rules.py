@@ -1,7 +1,7 @@
 """Rules of troubleshooting: each rule looks for one cause in the facts of a machine, and says what to do.
 
-Rules about logs are data (rules.toml). The other rules are functions from a `State` to the evidence, or to "" if the cause is not
-present.
+Rules about logs are search patterns in rules.toml. Each of the other rules is a function that takes a `State` and returns the
+evidence for the cause, or "" if the cause is not present.
 """
 
 import functools
@@ -57,7 +57,7 @@ _RULES: list[Rule] = []
 
 
 def _rule(symptom: str, remedy: str, *needs: str, severity: Literal["warn", "fail"] = "warn"):
-    """Register a function as the detector of a rule with the name of the function."""
+    """Return a decorator that registers a function as the detector of a rule. The name of the function is the id of the rule."""
 
     def register(detect: Callable[[State], str]) -> Callable[[State], str]:
         _RULES.append(Rule(detect.__name__, symptom, detect, remedy, needs, severity))
@@ -68,7 +68,7 @@ def _rule(symptom: str, remedy: str, *needs: str, severity: Literal["warn", "fai
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
-    """Return all rules: those about the state, then those about the log."""
+    """Return all rules: first the rules about the state of the machine, then the rules about a log."""
     logs = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))["rule"]
     return (*_RULES, *(Rule(**entry | {"detect": _searches(entry.pop("pattern"))}, needs=("log",)) for entry in logs))
 
@@ -283,7 +283,7 @@ def absent_interface(state: State) -> str:
     wrong = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = state.variables.get(name, "")
-        # NCCL: "=eth0" is exact, "^docker" excludes, and "eth" is a prefix. gloo takes exact names.
+        # For NCCL, "=eth0" means exactly this name, "^docker" excludes names, and "eth" is a prefix. gloo takes exact names.
         wanted = [] if value.startswith("^") else [part for part in value.lstrip("=").split(",") if part]
         exact = value.startswith("=") or name.startswith("GLOO")
         found = [part for part in wanted if any(own == part if exact else own.startswith(part) for own in state.interfaces or ())]

@@ -1,6 +1,6 @@
 """The facts about a machine that the rules of troubleshooting and the preflight use. Tests inject the facts of other machines.
 
-A fact that cannot be read is None. A rule that needs it is then 'skip', and never 'ok'.
+A fact that cannot be read is None. The result of every rule that needs this fact is then 'skip', and never 'ok'.
 """
 
 import os
@@ -32,10 +32,10 @@ from hyperion.paths import home_folder, results_folder
 from hyperion.units import GIB
 
 Value = TypeVar("Value")
-_LOG_BYTES = 4 << 20  # the end of a log
+_LOG_BYTES = 4 << 20  # number of bytes that are read from the end of a log
 
 
-# Types of file systems on which many ranks that write small files wait for each other.
+# Types of network file systems. If many ranks write small files there, they wait for each other.
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "smbfs", "fuse.sshfs", "ceph", "wekafs")
 
 
@@ -47,7 +47,8 @@ class DeviceState:
         free_gib, total_gib: memory.
         throttle: as in `Telemetry`, or None.
         temperature_c: temperature, or None.
-        link: (current, largest) number of lanes of the PCIe link, or None. The speed is no fact, because idle GPUs lower it.
+        link: (current, largest) number of lanes of the PCIe link, or None. The link speed is not read, because idle GPUs lower
+            it.
         uncorrected_errors: number of uncorrected memory errors, or None.
     """
 
@@ -61,7 +62,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class State:
-    """The facts. None means unknown. Sizes are in GiB, and disk sizes in GB.
+    """The facts about a machine. None means unknown. Sizes are in GiB, and disk sizes in GB.
 
     Args:
         variables: environment variables.
@@ -96,7 +97,7 @@ class State:
         kernel_command: command line of the kernel.
         user_site: whether packages in the user's site-packages are visible.
         library_shadows: folders in LD_LIBRARY_PATH with their own libraries of CUDA, ROCm or collectives.
-        damaged_data: prepared data folders with a fault.
+        damaged_data: missing or truncated files of prepared data.
         log: end of the log of a program that failed.
     """
 
@@ -280,7 +281,7 @@ def _damaged_data() -> tuple[str, ...]:
         except DataError as error:
             damaged.append(f"{folder.name}: {error.what}")
             continue
-        # Sizes only, because hashes of large sets take minutes. `hyperion data verify` reads all bytes.
+        # Only sizes are compared, because hashing large data sets takes minutes. `hyperion data verify` reads all bytes.
         for name, entry in manifest.files.items() if manifest else ():
             file = folder / name
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
@@ -299,7 +300,8 @@ def machine_settings(state: State | None = None) -> list[Setting]:
     """Return the environment variables that a machine needs. See `minimal_environment`."""
     state = state or read_state()
     on_network = [name for name, kind in (state.file_systems or {}).items() if kind in NETWORK_FILE_SYSTEMS]
-    # Compile caches only: data and models in HF_HOME are large, and are read from the network file system once.
+    # Only compile caches are moved to this node. HF_HOME stays on the network file system, because its data and models are large
+    # and are read only once.
     local = {
         name: os.path.join(tempfile.gettempdir(), f"{name.lower()}-{os.getuid()}") for name in on_network if name != "HF_HOME"
     }

@@ -33,7 +33,7 @@ class Environment:
     Args:
         requirements: pip requirements with exact versions.
         options: further options for pip.
-        build: packages that are installed first because the requirements need them when they are built without isolation.
+        build: packages that are installed first. The requirements need them, because they are built without isolation.
         variables: environment variables for the installation.
         if_absent: requirements that are installed only if the current interpreter cannot import the package.
     """
@@ -100,8 +100,9 @@ def install(name: str, on_line: Callable[[str], object] = print) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted installation
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The environment inherits pip, which installs into the environment of the interpreter that runs it. A pip of its own would
-    # take several seconds. The metadata are searched, because after find_spec("pip") setuptools cannot be imported any more.
+    # The new environment inherits pip if there is one: pip installs into the environment of the interpreter that runs it, and
+    # installing another pip would take several seconds. The test for pip searches the metadata instead of calling
+    # find_spec("pip"), after which setuptools could not be imported any more.
     venv.create(folder, with_pip=not any(importlib.metadata.distributions(name="pip")), symlinks=True)
     try:
         python = installed_python(name)

@@ -1,7 +1,7 @@
 """Frameworks that this library does not install: Primus, Megatron-DeepSpeed and NeMo, detected by their entry points.
 
-Each of them has its own Trainer, which reads data in its own format. Their runs cannot be observed yet. So even a framework that
-is found is reported as unavailable, with this reason, and nothing else is trained in its place.
+Each of them has its own Trainer, which reads data in its own format. Their runs cannot be observed yet. So a framework is
+reported as unavailable with this reason, even if it is found. Nothing else is trained in its place.
 """
 
 import importlib.util

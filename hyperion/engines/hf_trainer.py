@@ -1,8 +1,12 @@
 """Hugging Face Trainer.
 
-For equal work, the Trainer needs the optimizer of the work (its default also exempts norms from weight decay, but has betas of
-0.9 and 0.999), a sampler in file order, a constant learning rate, and rows with one token more than is scored, because the model
-itself shifts the labels.
+For equal work, the Trainer needs these settings:
+
+- The optimizer is that of the work. The Trainer's own optimizer also exempts norms from weight decay, but has betas of 0.9 and
+  0.999.
+- The sampler reads the rows in file order.
+- The learning rate is constant.
+- A row has one token more than is scored, because the model itself shifts the labels.
 """
 
 from typing import Any

@@ -70,7 +70,7 @@ def _loss(work: Work, record: Record, reference: Record, shifted: dict[int, floa
     first, expected, near = record.losses[0], reference.losses[0], 1e-5 if work.dtype == "fp32" else 5e-2
     if abs(first / expected - 1) <= near:
         return
-    # Among the possible pairs of label shift and factor, choose the one that explains the value best.
+    # Find the combination of label shift and loss reduction whose expected loss is closest to the observed one.
     factors = {1.0: "mean", float(work.step_tokens): "sum", 1.0 / work.micro_batches: "mean divided by the micro-batches"}
     choices = [(abs(first / (factor * loss) - 1), shift, factor) for shift, loss in shifted.items() for factor in factors]
     error, shift, factor = min(choices, default=(math.inf, 1, 1.0))

@@ -1,4 +1,7 @@
-"""megatron-core, as an adapted copy: GPTModel with its tensor, pipeline and data parallelism, its schedules, its optimizer."""
+"""megatron-core: GPTModel with tensor, pipeline and data parallelism, and megatron-core's schedules and optimizer.
+
+The imported package is a copy of the release that is adapted to run without CUDA.
+"""
 
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from hyperion.parallel.megatron.release import use_adapted
 
 
 def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, distributed_optimizer: bool = False) -> dict:
-    """Train the work and return the record.
+    """Perform the work and return the record.
 
     Args:
         work: the work, in float32.
@@ -19,7 +22,8 @@ def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, di
         tensor, pipeline, distributed_optimizer: the layout; see `MegatronLayout`. On fewer ranks, `tensor` and `pipeline` are 1.
 
     Raises:
-        HyperionError: the work is in bf16. megatron-core would round the initial state to bf16 and start its masters from it.
+        HyperionError: the work is in bf16. megatron-core would round the initial state to bf16 and initialize its float32 weights
+            with the rounded values.
     """
     if work.dtype != "fp32":
         raise HyperionError(
@@ -44,7 +48,10 @@ def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, di
         trainer = gpt.MegatronTrainer(model.to(observer.device), layout, adam)
 
         def own_share(parameter: Tensor) -> float:
-            """Ranks of a tensor-parallel group repeat norms, and replicas repeat everything that they do not divide."""
+            """Return 1 / n if n ranks hold the same values.
+
+            Each rank of a tensor-parallel group holds all norms. Replicas hold the same values unless the optimizer divides them.
+            """
             repeated = 1 if getattr(parameter, "tensor_model_parallel", False) else tensor
             return 1 / (repeated * (1 if distributed_optimizer else replicas))
 

@@ -40,8 +40,8 @@ class Observer:
         stack: name of the framework and its variant.
         packages: import names of the packages whose versions are recorded.
         folder: folder to which the final state is written.
-        on_step: called on rank 0 with the number of finished steps and the loss of rank 0, or None if rank 0 does not know it:
-            after the first step, and then at most once per second.
+        on_step: called on rank 0 after the first step, and then at most once per second. The arguments are the number of finished
+            steps and the loss of rank 0, which is None if rank 0 does not know it.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class Observer:
         self._reported_s = -float("inf")
         self._inputs: list[list[Tensor]] = [[]]
         self._tokens = 0
-        # By id of a parameter: the tensor, the number of elements that this rank counts, its group's options, and its optimizer.
+        # For each id of a parameter: the parameter, the number of its elements that this rank counts, the options of its
+        # parameter group, and its optimizer.
         self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
         self._rates: dict[int, list[float]] = {}
         self._collectives = _Collectives()
@@ -267,7 +268,7 @@ class Observer:
         return [Group(count, *identity) for identity, count in elements.items()]
 
     def _updates(self) -> int:
-        """Return the number of updates, read from the optimizer state, which counts them for each parameter."""
+        """Return the number of updates. The optimizer state contains this number for each parameter."""
         counts = [optimizer.state.get(parameter, {}).get("step", 0) for parameter, _, _, optimizer in self._updated.values()]
         return int(max(counts, default=0))
 
@@ -278,7 +279,10 @@ class Observer:
 
 
 class _Collectives(TorchDispatchMode):
-    """Count the elements of reductions, by dtype. DDP starts reductions from C++, where Python functions are not called."""
+    """Count the elements of reductions, by dtype.
+
+    A dispatch mode is used, because DDP starts reductions from C++. Replaced Python functions would not see them.
+    """
 
     def __init__(self):
         super().__init__()

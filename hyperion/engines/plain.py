@@ -52,7 +52,7 @@ def token_loss(model: nn.Module, rows_BT: Tensor, shift: int = 1, reduction: str
 
 @torch.no_grad()
 def first_losses(work: Work, device: str = "cpu") -> dict[int, float]:
-    """Return the mean loss of the first step for targets 0, 1 and 2 tokens after their input."""
+    """Return the mean loss of the first step for each label shift of 0, 1 and 2 tokens from an input to its target."""
     model = work.load_model(device)
     rows_BT = work.whole_batch(0, device=device)
     return {shift: float(token_loss(model, rows_BT, shift)) for shift in (0, 1, 2)}

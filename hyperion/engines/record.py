@@ -11,7 +11,7 @@ class Group:
     Args:
         elements: number of elements over all ranks, each counted once. It includes the padding of sharded tensors.
         weight_decay, betas, eps: options of the group.
-        learning_rates: the learning rates that were used, each once, in order of first use.
+        learning_rates: distinct learning rates of the run, in order of first use.
         dtype: dtype of the updated tensors, such as "float32".
         optimizer: class of the optimizer, such as "torch.optim.adamw.AdamW".
     """
@@ -51,7 +51,7 @@ class Record:
         energy_j: energy of the last `energy_steps` steps in joules, summed over all ranks. None if it cannot be read.
         energy_steps: number of steps that `energy_j` covers.
         final_file: file with the final state dict with Hugging Face names.
-        unreadable: why a value could not be read, by the name of the value.
+        unreadable: for each value that could not be read, the reason. The key is the name of the value.
     """
 
     stack: str

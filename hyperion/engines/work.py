@@ -19,7 +19,9 @@ TOKENS, WEIGHTS, CONFIG = "tokens.npy", "model.safetensors", "config.json"
 
 @dataclass(frozen=True)
 class Work:
-    """The training work of a run. A row has `sequence_length + 1` tokens: inputs and, shifted by one, targets.
+    """The training work of a run.
+
+    A row has `sequence_length + 1` tokens. The inputs are all but the last token, and the targets are all but the first.
 
     Step i (counted from 0) uses rows i·B to (i+1)·B - 1 of the token file, where B is `batch_size`. Of R data-parallel ranks,
     rank r uses the r-th of R equal, contiguous parts of these rows. The optimizer is AdamW, with decoupled weight decay on

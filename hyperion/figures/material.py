@@ -1,4 +1,4 @@
-"""Material for figures and pages: the rows, samples and predictions of a run. Also functions that format numbers.
+"""The rows, samples and predictions of a run from which figures and pages are made, and functions that format numbers.
 
 This module imports neither torch nor matplotlib, because functions that print to the terminal also use it.
 """
@@ -67,7 +67,7 @@ class Material:
 
     @cached_property
     def finished(self) -> dict[str, dict]:
-        """Stored information about each experiment, as returned by `Run.experiments`. The keys are "notebook/experiment"."""
+        """Stored information about each finished experiment, as a dict with keys "notebook/experiment"; see `Run.experiments`."""
         return self.run.experiments()
 
     @cached_property

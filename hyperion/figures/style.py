@@ -128,7 +128,7 @@ def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callab
 
 
 def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | None:
-    """Return the lengths of the error bars below and above the values, or None if a row has no interval.
+    """Return the lengths of the error bars below and above the values. Return None if any row has no interval.
 
     Args:
         rows: rows with the values.

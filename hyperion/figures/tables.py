@@ -20,7 +20,7 @@ from hyperion.untrusted import printable
 # Header of the interval column. Two launches of the program differ by more than this interval, because their memory addresses,
 # clocks and background load differ.
 INTERVAL = "95 % interval within one launch"
-# Headers of intervals that contain more than the variation within a launch.
+# Headers of intervals that also contain variation between launches, trials or seeds.
 SEEDS_INTERVAL, TRIALS_INTERVAL = "95 % interval of the mean over seeds", "95 % interval over trials"
 MEMORY_IN_MIB = GIB / MIB  # factor of a memory metric in a flat table
 LAUNCHES_INTERVAL = "95 % interval over launches"

@@ -45,7 +45,7 @@ def write_archive(folder: Path, output: Path, comparison: list[str]) -> list[str
         os.fchmod(temporary.fileno(), 0o644)  # temporary files are private
         os.fsync(temporary.fileno())
         try:
-            os.link(temporary.name, output)  # unlike a rename, a link fails if the name exists
+            os.link(temporary.name, output)  # fails if `output` exists, unlike a rename
         except FileExistsError:
             next_step = "give another name: hyperion frameworks archive OUTPUT"
             raise HyperionError("the file exists and is not replaced", where=output, next_step=next_step) from None

@@ -18,7 +18,7 @@ MARKS = (
     "yes: the probe imported the part; no: the import failed; ?: not installed, so not probed; -: there is "
     "no probe. bf16 is that of the matrix units of this device. Measured values are those of result files."
 )
-# What proves a capability of the runs of this interface: "module:attribute".
+# For each capability and framework: the attribute ("module:attribute") whose import proves the capability.
 _PROBES = {
     "data parallel": {
         "tran": "torch.nn.parallel:DistributedDataParallel",
@@ -35,7 +35,7 @@ _PROBES = {
     "tensor parallel": {"mgds": "megatron.core.tensor_parallel:ColumnParallelLinear"},
     "fp8": {"tran": "transformer_engine.pytorch:fp8_autocast", "prim": "transformer_engine.pytorch:fp8_autocast"},
 }
-# Without the garbage collector, because imports leave no garbage.
+# The garbage collector is disabled to save time, because imports leave no garbage.
 _SCRIPT = """
 import gc, importlib, json, sys
 gc.disable()

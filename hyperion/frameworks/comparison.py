@@ -1,7 +1,7 @@
 """Compare result files: which work they did, how fast each was, and which differences the intervals support.
 
-The interval of a file is that of the median over the steps of one run. It does not contain what differs between launches; chapter
-2.10 compares several launches.
+The confidence interval of a result is that of the median over the steps of one run. It does not include the variation between
+launches. Chapter 2.10 compares several launches.
 """
 
 import math
@@ -28,7 +28,7 @@ _WORK: dict[str, Callable[[Result], object]] = {
     "precision": lambda result: result.precision,
     "data set": lambda result: result.dataset,
 }
-# Known only if the run was observed. Two unknown values are no difference.
+# These values are known only if the run was observed. If both are unknown, they count as equal.
 _OBSERVED: dict[str, Callable[[Result], object]] = {
     "initial state": lambda result: result.training_config.initial_state_sha256,
     "order of the rows": lambda result: result.training_config.row_order_sha256,
@@ -48,9 +48,9 @@ class Comparison:
     """A comparison of results.
 
     Args:
-        results: the results, in the order of their keys.
+        results: the results, sorted by key.
         rates: tokens per second and GPU of each result.
-        differences: how the work of results of the same model differs; empty unless the comparison was forced.
+        differences: differences in work between results of the same model; empty unless the comparison was forced.
         verdicts: one sentence for each pair that is compared.
         prices: price of a GPU hour by platform. Without prices, no price of tokens is shown.
     """
@@ -68,10 +68,10 @@ def load_results(
     frameworks: Sequence[str] | None = None,
     precisions: Sequence[str] | None = None,
 ) -> list[Result]:
-    """Return the results of a folder, in the order of their keys. The platform is that of the content, not of the file name.
+    """Return the selected results of a folder, sorted by key. The platform is read from the file, not from its name.
 
     Raises:
-        HyperionError: there is no such result, a file is damaged, or two files state the same combination.
+        HyperionError: no result is selected, a file is damaged, or two files contain results of the same combination.
     """
     found: dict[tuple, tuple[Path, Result]] = {}
     for path in sorted(folder.glob("train_*.json")):
@@ -94,10 +94,10 @@ def load_results(
 
 
 def compare_results(results: Sequence[Result], force: bool = False, prices: Mapping[str, Price] | None = None) -> Comparison:
-    """Compare results of the same model, each with the fastest, and the same framework on two platforms.
+    """Compare each result with the fastest result of the same model, and each framework with itself on the other platform.
 
     Raises:
-        HyperionError: the work of results of one model differs, and the comparison is not forced.
+        HyperionError: results of the same model did different work, and the comparison is not forced.
     """
     ordered = sorted(results, key=lambda result: result.key)
     differences = [line for group in _by_model(ordered).values() for line in _differences(group)]
@@ -113,12 +113,12 @@ def compare_results(results: Sequence[Result], force: bool = False, prices: Mapp
 
 
 def choose_prices(stated: GpuPrices, source: str, options: Sequence[str]) -> dict[str, Price]:
-    """Return the prices by platform. Those of options have precedence over those of the configuration.
+    """Return the price of a GPU hour by platform. Prices in `options` override those in the configuration.
 
     Args:
-        stated: prices of the configuration.
-        source: where these come from.
-        options: words such as "amd=1.5".
+        stated: prices in the configuration.
+        source: where the prices in the configuration come from.
+        options: values of the option --price, such as "amd=1.5".
 
     Raises:
         HyperionError: an option is not a platform with a price above 0.
@@ -139,7 +139,7 @@ def choose_prices(stated: GpuPrices, source: str, options: Sequence[str]) -> dic
 
 
 def price_note(prices: Mapping[str, Price]) -> str:
-    """Return the prices with their sources and how the price of tokens follows, as one line."""
+    """Return one line with the prices, their sources, and the formula for the price of tokens."""
     stated = ", ".join(f"{platform} {price.per_gpu_hour:g} ({price.source})" for platform, price in sorted(prices.items()))
     return (
         f"Prices of a GPU hour: {stated}. The price of 1M tokens is price x GPUs / (tokens per hour) x 1,000,000 for the timed "
@@ -154,7 +154,7 @@ def ratio(first: Result, second: Result) -> Estimate:
 
 
 def verdict(first: Result, second: Result, among: Sequence[Result] = ()) -> str:
-    """Return a sentence that says which of two results is faster. The interval decides: if it contains 1, they tie.
+    """Return a sentence that says which of two results is faster. They tie if the interval of their ratio contains 1.
 
     Args:
         first, second: the results.

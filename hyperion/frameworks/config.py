@@ -1,6 +1,7 @@
-"""config.yaml: every key is a field of a dataclass here, so an unknown key is refused, and its value is used by a plan.
+"""Read and validate config.yaml.
 
-The order of precedence is: environment variable, config.yaml, default of the field.
+Each key of the file is a field of a dataclass in this module. An unknown key is an error. An environment variable has precedence
+over config.yaml, which has precedence over the default of the field.
 """
 
 import os
@@ -24,7 +25,8 @@ Line = Annotated[str, Field(pattern=r"^.*$", max_length=200)]
 FileName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]  # without a folder
 OUTPUT, PRIMUS, MEGATRON_DEEPSPEED = "CONFIG_OUTPUT_DIR", "PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH"
 GPU_COUNTS = {"amd": "CONFIG_AMD_NUM_GPUS", "nvd": "CONFIG_NVD_NUM_GPUS"}
-DOCUMENTED_GPUS = 8  # of the node in the documents; used only by a dry run on a machine without a device of the platform
+# Number of GPUs of the documented node. Only a dry run uses it, on a machine without a device of the platform.
+DOCUMENTED_GPUS = 8
 
 
 class ConfigError(HyperionError):
@@ -42,7 +44,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Training:
-    """The work. `learning_rate` is constant. `sizes` is used for full models, `tiny` for their twins."""
+    """Training options. `learning_rate` is constant. `sizes` is used for full models, `tiny` for the tiny models."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     steps: Annotated[int, Field(ge=2)] = 50
@@ -59,7 +61,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Number of GPUs on each platform, "auto" for all that PyTorch sees, and the largest number of ranks on a CPU."""
+    """Number of GPUs on each platform, and the largest number of ranks on a CPU. "auto" means all GPUs that PyTorch sees."""
 
     amd_num_gpus: Count | Literal["auto"] = "auto"
     nvd_num_gpus: Count | Literal["auto"] = "auto"
@@ -87,7 +89,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class GpuPrices:
-    """Prices of a GPU hour on each platform, in one currency. None: no price is known, and none is assumed."""
+    """Price of a GPU hour on each platform, in one currency. None means that the price is unknown. No default is assumed."""
 
     amd: Positive | None = None
     nvd: Positive | None = None
@@ -118,7 +120,9 @@ class Paths:
 
 @dataclass(frozen=True)
 class RocmSettings:
-    """Environment of a run on ROCm. Nothing is set on other platforms. "" leaves a variable as it is.
+    """Environment variables of a run on ROCm. A variable whose setting is "" is not changed.
+
+    No variable is set on other platforms.
 
     RCCL reads NCCL_DEBUG. No library reads RCCL_DEBUG, so it is not set.
     """
@@ -146,7 +150,7 @@ class Docker:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all frameworks have: whether a run without FRAMEWORKS= includes it, and its platforms."""
+    """Settings of any framework: whether it runs if FRAMEWORKS is not set, and its platforms."""
 
     enabled: bool = True
     platforms: tuple[Platform, ...] = ("amd", "nvd")
@@ -177,7 +181,7 @@ class PrimusSettings(Settings):
 
 @dataclass(frozen=True)
 class MegatronDeepSpeedSettings(Settings):
-    """Prefix of the .bin and .idx files and the tokenizer, which Megatron-DeepSpeed needs, and its ZeRO stage."""
+    """Settings of Megatron-DeepSpeed: the prefix of its .bin and .idx files, its tokenizer, and its ZeRO stage."""
 
     data_path: str = ""
     tokenizer: str = ""
@@ -198,7 +202,7 @@ class Frameworks:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration. `version` is the version of this form."""
+    """The whole configuration. `version` is the version of the format of config.yaml."""
 
     version: Literal[1] = 1
     models: tuple[Literal["llama", "qwen"], ...] = ("llama", "qwen")
@@ -246,10 +250,10 @@ def load_config(path: Path | None, environment: Mapping[str, str] | None = None)
 
 
 def parse_config(content: bytes | str, where: str) -> Config:
-    """Return the configuration that a YAML document states.
+    """Convert a YAML document to a configuration.
 
     Raises:
-        ConfigError: the document is not YAML, uses a key twice or an alias, or has an unknown key or a value that does not fit.
+        ConfigError: the document is not YAML, contains a duplicate key, an alias or an unknown key, or has an invalid value.
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content
@@ -266,7 +270,10 @@ def parse_config(content: bytes | str, where: str) -> Config:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A loader that refuses what would be lost silently (a key that occurs twice) or grow without bound (aliases)."""
+    """YAML loader that refuses duplicate keys and aliases.
+
+    The standard loader would silently drop the first value of a duplicate key. Nested aliases could grow without bound.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):

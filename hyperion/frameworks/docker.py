@@ -12,7 +12,7 @@ from hyperion.paths import expanded
 _INSIDE = "/hyperion"
 # ROCm needs the kernel driver and the render nodes. Its profilers and RCCL need ptrace and locked memory.
 _DEVICES = {"amd": ["--device=/dev/kfd", "--device=/dev/dri", "--group-add=video", "--cap-add=SYS_PTRACE", "--ulimit=memlock=-1"]}
-_ROCM = RocmSettings(nccl_debug="WARN").variables()  # all of them
+_ROCM = RocmSettings(nccl_debug="WARN").variables()  # all variables, because no setting is ""
 
 
 def docker_command(
@@ -53,7 +53,7 @@ def docker_command(
     return [
         *("docker", "run", "--rm", "--ipc=host", "--network=host", f"--shm-size={config.docker.shm_size}"),
         *_DEVICES[platform],
-        "--env=PYTHON=python3",  # the image's own: the checkout's environment was made on the host
+        "--env=PYTHON=python3",  # the image's Python, because the checkout's environment is for the host
         *(f"--env={name}={value}" for name, value in (variables | folders).items()),
         f"--volume={root}:{_INSIDE}",
         *(f"--volume={path}:{path}" for path in volumes),
@@ -61,7 +61,7 @@ def docker_command(
         f"--workdir={_INSIDE}",
         config.docker.image,
         *("bash", f"phase2_development/frameworks/train_{platform}.sh"),
-        *(f"--config={path}" for path in file),  # replaces that of the script
+        *(f"--config={path}" for path in file),  # overrides the script's own --config
         *arguments,
     ]
 

@@ -1,7 +1,7 @@
 """Make a result from the log of Megatron-LM, Megatron-DeepSpeed or Primus, which log a line for each optimizer step.
 
-Only lines of the known form count. Anything that a result would have to guess is an error: another form, a step that is missing,
-or a line that averages over several steps.
+Only lines in a known format are used. A log is refused if the result would contain guessed values: if its format is unknown, a
+step is missing, or a line averages over several steps.
 """
 
 import re
@@ -25,7 +25,7 @@ from hyperion.units import GB, GIB, MIB
 from hyperion.untrusted import read_bounded
 
 PRIMUS, MEGATRON_DEEPSPEED, MEGATRON = "Primus", "Megatron-DeepSpeed", "Megatron-LM"
-# The form of log that each framework writes. A log in another form is not a log of this framework.
+# Log format of each framework. A log in another format was not written by this framework.
 LOG_OF = {"prim": PRIMUS, "mgds": MEGATRON_DEEPSPEED, "mega": MEGATRON}
 LARGEST_LOG_BYTES = 1024 * MIB
 _ITERATION = re.compile(r"\biteration\s+(\d{1,12})\s*/\s*(\d{1,12})\s*\|(.*)")
@@ -42,13 +42,13 @@ _MEMORY = re.compile(rf"\bhip mem usage/free/total/usage_ratio:\s*{_NUMBER}Gi?B/
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a log states. The series have one value for each optimizer step.
+    """Values that a log contains. Each series has one value for each optimizer step.
 
     Args:
         form: PRIMUS, MEGATRON_DEEPSPEED or MEGATRON.
         global_batch_size: rows of a step.
         times_s, losses, rates: time, loss and learning rate of each step.
-        peak_memory_gb: largest device memory in use, if the log states it.
+        peak_memory_gb: largest device memory in use, or None if the log does not contain it.
     """
 
     form: str
@@ -61,7 +61,7 @@ class LoggedRun:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts that a log does not state. The number of GPUs is TP·PP·DP of the parallelism and follows from `num_gpus`."""
+    """Facts about a run that its log does not contain. The data-parallel size is `num_gpus` / (`tensor` · `pipeline`)."""
 
     framework: str
     platform: str

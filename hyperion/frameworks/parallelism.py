@@ -14,7 +14,7 @@ Family = Literal["llama", "qwen"]
 
 @dataclass(frozen=True)
 class Preset:
-    """The part of a preset that one model on one platform has. DP and GA follow from the devices and the batch."""
+    """TP and PP of a preset, for one model on one platform. DP and GA are computed from the devices and the batch."""
 
     tensor: Annotated[int, Field(ge=1)] = 1
     pipeline: Annotated[int, Field(ge=1)] = 1
@@ -22,9 +22,10 @@ class Preset:
 
 Presets = dict[str, dict[Family, dict[Platform, Preset]]]
 _FAMILIES: tuple[Family, ...] = ("llama", "qwen")
-# By preset, model and platform. All fit eight GPUs, and also the tiny twins.
+# By preset, model and platform. All presets work with eight GPUs, and also with the tiny models.
 PRESETS: Presets = {
-    # An 8 B model with its optimizer fits on one AMD Instinct MI300X (192 GB) if it is sharded; 80 GB need tensor parallelism.
+    # With sharding, an 8 B model and its optimizer need no tensor parallelism on an AMD Instinct MI300X (192 GB). GPUs with 80 GB
+    # need it.
     "max_perf": {model: {"amd": Preset(), "nvd": Preset(tensor=2)} for model in _FAMILIES},
     "identical": {model: {"amd": Preset(), "nvd": Preset()} for model in _FAMILIES},
     "memory_opt": {model: {"amd": Preset(2, 2), "nvd": Preset(2, 2)} for model in _FAMILIES},
@@ -36,7 +37,7 @@ PRESETS: Presets = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The division of a run, as a result file states it.
+    """Parallelism of a run, as written in a result file.
 
     Args:
         strategy_name: name of the preset.
@@ -53,7 +54,10 @@ class Parallelism:
     gradient_accumulation_steps: int
 
     def faults(self, devices: int, global_batch_size: int, micro_batch_size: int, shape: LlamaShape | None = None) -> list[str]:
-        """Return every equation that does not hold, with its numbers. The shape is None if it is unknown."""
+        """Return a message for each condition that is violated, such as TP·PP·DP = devices, with the numbers.
+
+        Heads and layers are not checked if `shape` is None.
+        """
         tp, pp, dp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.data_parallel_size
         ga, found = self.gradient_accumulation_steps, []
         if min(tp, pp, dp, ga) < 1:
@@ -73,10 +77,10 @@ class Parallelism:
 def divide(
     name: str, preset: Preset, devices: int, global_batch_size: int, micro_batch_size: int, shape: LlamaShape, where: str
 ) -> Parallelism:
-    """Return the division of a run with DP = devices / (TP·PP) and GA = global batch / (micro-batch·DP).
+    """Return the parallelism of a run: DP = devices / (TP·PP), and GA = global batch / (micro-batch·DP).
 
     Raises:
-        HyperionError: an equation does not hold. The message contains all of them.
+        HyperionError: a condition of `Parallelism.faults` is violated. The message lists all violated conditions.
     """
     dp = max(1, devices // (preset.tensor * preset.pipeline))
     ga = max(1, global_batch_size // (micro_batch_size * dp))

@@ -1,4 +1,4 @@
-"""Resolve which combinations run, with which work, on how many devices, and with which command."""
+"""Turn the selected combinations into plans: the work, the number of devices and the command of each combination."""
 
 import hashlib
 import json
@@ -50,17 +50,17 @@ _SDMA = "HSA_ENABLE_SDMA"
 
 @dataclass(frozen=True)
 class Plan:
-    """One combination, resolved.
+    """Everything that is needed to run one combination.
 
     Args:
-        asked: platform of the script, whose settings are used.
+        asked: platform whose settings are used. It is the platform of the script.
         platform: platform of this machine: "amd", "nvd", or "cpu" for the rehearsal of a tiny model.
         framework, model, dataset, precision: the combination.
         devices: number of GPUs, or of ranks on a CPU.
         work: sizes and options of the optimizer.
         parallelism: division of the devices.
         stack: name in `hyperion.engines.STACKS`, or "" for a framework that runs by its own command.
-        command, folder, files: this command, its working folder, and files to write before it starts.
+        command, folder, files: the framework's own command, its working folder, and files to write before it starts.
         environment: environment variables of the run.
         skipped_steps: steps that are not timed.
         timeout_s: time limit.
@@ -125,7 +125,9 @@ def select_frameworks(names: str | Sequence[str], config: Config, extra: Sequenc
 
 
 def select_models(names: str | Sequence[str], config: Config) -> list[str]:
-    """Return the names of the models. "tiny" replaces the named models, or those of the configuration, by their tiny twins.
+    """Return the names of the selected models, or of the models in the configuration if none is named.
+
+    The name "tiny" replaces each selected model by its small version for a CPU.
 
     Raises:
         HyperionError: a name is unknown. The message lists the valid ones.
@@ -145,7 +147,7 @@ def platform_of(facts: MachineFacts) -> str:
 
 
 def asked_platform(asked: str, facts: MachineFacts, dry_run: bool) -> str:
-    """Return the platform whose settings are used. "auto" is that of this machine.
+    """Return the platform whose settings are used. "auto" means the platform of this machine, or "nvd" if it has no GPU.
 
     Raises:
         HyperionError: this machine has GPUs of the other platform.
@@ -286,7 +288,10 @@ def _why_no_command(plan: Plan, config: Config, facts: MachineFacts) -> str:
 
 
 def _dataset(config: Config, framework: str) -> str:
-    """Return the data set that a framework reads. Primus' experiment files use mock data, Megatron-DeepSpeed its own files."""
+    """Return the name of the data set that a framework reads.
+
+    The experiment files of Primus use mock data. Megatron-DeepSpeed reads its own indexed files.
+    """
     if framework != "mgds":
         return "mock" if framework == "prim" else config.dataset
     return re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config.frameworks.mgds.data_path).name).strip("-.") or UNKNOWN

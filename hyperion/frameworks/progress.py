@@ -34,8 +34,9 @@ class Event:
         event: what happened to the combination.
         file: name of its result file.
         platform, framework, model: the combination.
-        step, steps: with "progress": number of finished steps and of all steps.
-        loss: loss of rank 0 in this step, if rank 0 knows it. JSON has no number for a loss that is not finite.
+        step, steps: number of finished steps and number of all steps, for the event "progress".
+        loss: loss of rank 0 in this step, if rank 0 knows it. A loss that is not finite is a string, because JSON has no such
+            number.
         reason: why the combination failed or is unavailable.
     """
 
@@ -95,7 +96,7 @@ def read_events(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class Progress:
-    """Finished steps of a run, all its steps, the loss of rank 0, and the estimated seconds left. None: not known (yet)."""
+    """Progress of a run: finished steps, all steps, loss of rank 0, and estimated seconds left. None means unknown."""
 
     step: int
     steps: int
@@ -127,7 +128,7 @@ class StepReporter:
     def __call__(self, step: int, loss: float | None) -> None:
         """Report that the steps 1 to `step` are finished."""
         now_s, steps = self._clock(), self._plan.work["steps"]
-        # The time until the first report is mostly that of the start-up, which is not repeated.
+        # The estimate starts at the first report, because the time before it is mostly start-up time.
         first_step, first_s = self._first = self._first or (step, now_s)
         left_s = (steps - step) * (now_s - first_s) / (step - first_step) if step > first_step else None
         self._on_progress(self._plan, Progress(step, steps, loss, left_s))

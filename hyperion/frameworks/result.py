@@ -1,6 +1,6 @@
-"""The JSON file of a combination that ran: its form, its checks, and the migration of files with older spellings.
+"""Result files: the JSON format for the result of one combination, its validation, and the migration of older files.
 
-Times are in seconds, memory in GB (10^9 bytes). A value that was not measured is null, and never a default.
+Times are in seconds, memory in GB (10^9 bytes). A value that was not measured is always null, never a default.
 """
 
 import json
@@ -39,7 +39,7 @@ _MIGRATE = "correct the file, or convert an older one: hyperion frameworks valid
 
 
 class ResultError(HyperionError):
-    """Raised if a result file cannot be read, or states something that contradicts its own series."""
+    """Raised if a result file cannot be read, or if its values contradict its own values per step."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The work of a run. Hashes identify the initial state and the order of the rows; null if they were not observed."""
+    """The work of a run. Hashes identify the initial state and the order of the rows. They are null if not observed."""
 
     max_steps: Count
     global_batch_size: Count
@@ -80,7 +80,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class PerformanceMetrics:
-    """Values that are derived from the step times. Means leave out the first `skipped_steps`."""
+    """Values computed from the step times. The first `skipped_steps` steps count only in the two totals, not in other values."""
 
     total_steps: Count
     total_time_seconds: Positive
@@ -110,7 +110,7 @@ class MemoryMetrics:
 
 @dataclass(frozen=True)
 class Result:
-    """The content of a file. `source` is "observed" (read in the run), "log" or "migrated" (of an older file)."""
+    """Content of a result file. `source` says where the values come from: an observed run, a log, or a migrated older file."""
 
     schema_version: Literal[1]
     platform: Literal["amd", "nvd", "cpu"]
@@ -163,12 +163,12 @@ class Result:
 
     @property
     def timed_s(self) -> tuple[float, ...]:
-        """Step times without the first steps, which are not timed."""
+        """Times in seconds of the steps after the first `skipped_steps` steps."""
         return self.step_times[self.performance_metrics.skipped_steps :]
 
     @property
     def step_tokens(self) -> int:
-        """Scored tokens of a step, over all devices."""
+        """Number of scored tokens in a step, summed over all devices."""
         return self.training_config.global_batch_size * self.training_config.sequence_length
 
     @property
@@ -182,7 +182,7 @@ def file_name(platform: str, framework: str, model: str, dataset: str, precision
 
     A data set or a precision that is not the documented one (WikiText-2, bf16) is appended, so that names never collide.
     """
-    # An unknown precision alone would give the name of an unknown data set.
+    # If the precision is unknown, always append the data set too. Otherwise the name would be that of an unknown data set.
     parts = [platform, framework, model, *([dataset] * (dataset != DEFAULT_DATASET or precision == UNKNOWN))]
     return f"train_{'_'.join(parts + [precision] * (precision != DEFAULT_PRECISION))}.json"
 
@@ -229,7 +229,7 @@ def write_result(result: Result, folder: Path, migrated: Path | None = None) -> 
     Args:
         result: the result.
         folder: the folder, which is created if it does not exist.
-        migrated: the older file, if the result was migrated from one. Then no other file is replaced.
+        migrated: the older file, if the result was migrated from one. Then only this file may be replaced.
 
     Raises:
         ResultError: the result does not follow the form, or a file that must not be replaced has other content.
@@ -255,7 +255,7 @@ def read_result(path: Path) -> Result:
 
 
 def parse_result(document: object, where: str) -> Result:
-    """Return the result that a parsed JSON document states.
+    """Convert a parsed JSON document to a result.
 
     Raises:
         ResultError: the document does not follow the form. The message names the field.
@@ -269,8 +269,8 @@ def parse_result(document: object, where: str) -> Result:
 def migrate(path: Path, known: Mapping[str, str] | None = None) -> Result:
     """Return the result of a file of an older generation. The file is not changed.
 
-    Older files spell fields in other ways, and their means may count other steps, so derived values are computed again from the
-    step times. What they do not state is null or "unknown".
+    Older files use other field names, and their averages may cover other steps. Therefore derived values are computed again from
+    the step times. Values that an older file does not contain become null or "unknown".
 
     Args:
         path: the file. Its name states the framework and the model if its content does not.

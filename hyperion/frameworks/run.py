@@ -1,4 +1,4 @@
-"""Run plans one after the other: each in processes of its own, each with a log file, each with a JSON file if it finished."""
+"""Run plans one after the other. Each plan runs in separate processes and has a log file, and a result file if it finishes."""
 
 import contextlib
 import hashlib
@@ -37,7 +37,7 @@ from hyperion.units import GB, GIB
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a plan: `state` is "trained", "finished before", or a reason that starts with "failed" or "unavailable"."""
+    """Outcome of a plan. `state` is "trained", "finished before", or a reason that starts with "failed" or "unavailable"."""
 
     plan: Plan
     state: str
@@ -101,7 +101,7 @@ def log_file(plan: Plan, folder: Path) -> Path:
 def _train(plan: Plan, works: "_Works", facts: MachineFacts, on_step: StepReporter) -> Outcome:
     folder = works.folder
     try:
-        # The file of an earlier run with other settings must not pass for this one if this one fails.
+        # Delete the result of an earlier run with other settings. It must not look like the result of this run if this run fails.
         (folder / plan.file_name).unlink(missing_ok=True)
         result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts, on_step)
         result = replace(result, plan_sha256=plan.digest)
@@ -114,7 +114,7 @@ def _train(plan: Plan, works: "_Works", facts: MachineFacts, on_step: StepReport
 
 
 def _finished(plan: Plan, folder: Path) -> Result | None:
-    """Return the result of an earlier run of this plan. A file of other settings, or a damaged one, does not count."""
+    """Return the result of an earlier run of this plan, or None if there is none. Results of other settings do not count."""
     with contextlib.suppress(ResultError):
         result = read_result(folder / plan.file_name)
         return result if result.plan_sha256 == plan.digest else None
@@ -122,7 +122,7 @@ def _finished(plan: Plan, folder: Path) -> Result | None:
 
 
 class _Works:
-    """The initial state and the token file of the latest model, in a temporary folder. Frameworks with equal work share them.
+    """Temporary folder with the initial state and the token file of the latest plan. Plans with equal work share both.
 
     Args:
         folder: folder of the result files, whose disk has room for the initial state.
@@ -141,7 +141,7 @@ class _Works:
             self._temporary = self._work = None
 
     def work_of(self, plan: Plan) -> Work:
-        """Return the work of a plan. It is written if the plan before had another one."""
+        """Return the work of a plan, and write its files unless those of the previous plan can be used."""
         key = json.dumps([plan.model, plan.dataset, plan.work])
         if key != self._key or self._work is None:
             self.__exit__()
@@ -163,10 +163,10 @@ def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepRepo
 
 
 def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
-    """Return the result of an observed run. All its values are those that the observer read.
+    """Return the result of an observed run. Its values about the training are those that the observer read.
 
     Raises:
-        HyperionError: the run made another number of steps, used several learning rates, or read other rows.
+        HyperionError: the number of steps or ranks is wrong, the learning rate changed, or the run read other rows.
     """
     rates = sorted({rate for group in record.groups for rate in group.learning_rates})
     steps = plan.work["steps"]
@@ -228,7 +228,7 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
 
 
 def _write_work(plan: Plan, folder: Path) -> Work:
-    """Write the initial state and the token file. All frameworks get the same ones, because both depend on the plan only."""
+    """Write the initial state and the token file. They depend only on the plan, so all frameworks get equal files."""
     import numpy as np
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -243,10 +243,10 @@ def _write_work(plan: Plan, folder: Path) -> Work:
         stream = np.frombuffer("".join(corpus.splits["train"]).encode(), np.uint8)
     else:
         stream = load_tokenizer("auto", corpus).encode_split(list(corpus.splits["train"]))
-    # A longer run reads the text again, each time from one token later, so that the observer can tell the rows apart.
+    # A long run reads the text several times. Each pass starts one token later, so that the observer can distinguish its rows.
     epochs = min(length + 1, 1 + 2 * rows * (length + 1) // len(stream))
     stream = np.concatenate([stream[epoch:] for epoch in range(epochs)])
-    disable_progress_bar()  # of writing a single file
+    disable_progress_bar()  # not useful, because a single file is written
     torch.manual_seed(options["seed"])
     model = build(plan.model)  # on the CPU, so that all machines have the same state
     write_work_folder(folder, model, distinct_rows(stream, rows, length))

@@ -1,6 +1,6 @@
 """Shapes of the two documented models, Llama-3.1-8B and Qwen2.5-7B, and their tiny twins for a CPU.
 
-A twin has the same architecture and the same ratios of heads and widths. Its vocabulary is the 256 bytes.
+A tiny twin has the same architecture as its full model, and the same ratios of heads and widths. Its tokens are the 256 bytes.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def is_tiny(model: str) -> bool:
 
 
 def family(model: str) -> str:
-    """Return the name of the full model, which keys the presets: "llama" or "qwen"."""
+    """Return the name of the full model, "llama" or "qwen". It is the key of the model in the presets."""
     return model.removesuffix(TINY)
 
 

@@ -143,10 +143,10 @@ class OtherLoad:
 
 
 def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 0.05) -> float:
-    """Return the number of threads, apart from this one, that run or wait for a CPU, as the mean of several samples.
+    """Return the mean number of other threads on this machine that run or wait for a CPU.
 
-    The load average is not used, because it still includes work that ended a minute ago. Return 0 if the system does not report
-    the number.
+    The mean is taken over several samples. The load average is not used, because it still includes work that ended a minute ago.
+    Return 0 if the system does not report the number.
 
     Args:
         root: folder that contains /proc.
@@ -159,7 +159,7 @@ def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 
         found = re.search(r"^procs_running (\d+)$", system_text(root / "proc/stat") or "", re.MULTILINE)
         if found is None:
             return 0.0
-        counts.append(max(int(found[1]) - 1, 0))  # without this thread, which runs while it reads the file
+        counts.append(max(int(found[1]) - 1, 0))  # minus 1, because this thread runs while it reads the file
     return sum(counts) / samples
 
 

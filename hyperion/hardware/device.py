@@ -1,4 +1,4 @@
-"""Devices, the number formats that their matrix products support, and the peak that limits each format.
+"""Devices, the number formats in which they compute matrix products, and the peak rate that limits each format.
 
 Sources: the vendors' instruction set references; AMD, "Data types and precision support" (rocm.docs.amd.com, 2025-10).
 """

@@ -28,7 +28,7 @@ VISIBLE_DEVICE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "GPU_DEVICE_ORDINAL",
-    # Does not select devices, but determines how the GPUs are numbered.
+    # This variable does not select devices, but determines how the GPUs are numbered.
     "CUDA_DEVICE_ORDER",
 )
 # Environment variables that select the visible devices. The first variable that is set is used. If HIP_VISIBLE_DEVICES is not
@@ -54,7 +54,7 @@ PACKAGES = (
     "deepspeed",
 )
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
-# Variables of other libraries. Like NCCL_NVLS_ENABLE=0, they disable reductions in the NVLink switch.
+# Variables of other libraries that, like NCCL_NVLS_ENABLE=0, disable reductions in the NVLink switch.
 _OTHER_SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 # Variables of NCCL whose values contain an address or the name of a host.
 _HOST_SETTINGS = ("NCCL_COMM_ID", "NCCL_HOSTID")
@@ -225,9 +225,9 @@ def detect_cpu(facts: MachineFacts | None = None) -> Device:
 
 
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return one dict of environment variables for each accelerator that can be used independently of other accelerators.
+    """Return the environment variables that make only one accelerator visible, for each independent accelerator.
 
-    The variables in a dict make only this accelerator visible. For a CPU, the list is empty. The two dies of an MI250X module
+    The list contains one dict per accelerator, and is empty for a CPU. The two dies of an MI250X module are not independent: they
     share a power budget, so work on one die slows down the other. Therefore the list contains only one die of each module.
 
     Args:
@@ -304,7 +304,7 @@ def source_hash(folder: Path | None = None) -> str:
     files = (*folder.rglob("*.py"), *folder.rglob("*.toml"))
     for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files):
         content = file.read_bytes()
-        # With the length, different sets of files cannot give the same byte sequence.
+        # The length is hashed too, so that different sets of files cannot give the same byte sequence.
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -365,7 +365,7 @@ def _module(place: int, name: str) -> int:
 
 
 def _read_gpus() -> tuple[tuple[GpuFacts, ...], str | None, str | None]:
-    """Return the visible GPUs, torch's error message if they cannot be used, and the version of the library for collectives."""
+    """Return the visible GPUs, torch's error message if it cannot use them, and the version of the collectives library."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Watch all devices of a machine while a command runs: utilisation, memory, temperature, power, clocks and throttling.
 
-Devices are found without torch, with NVML, sysfs or psutil, so that the monitor takes no memory of a GPU. Nothing is written to a
-device. ROCm's own tools read the same files of sysfs that are read here; amdsmi is used as well where ROCm installed it.
+Devices are found with NVML, sysfs or psutil instead of torch, so that the monitor uses no GPU memory. Nothing is written to a
+device. AMD GPUs are read through the sysfs files that ROCm's own tools also read, and through amdsmi if ROCm has installed it.
 """
 
 import itertools
@@ -100,7 +100,8 @@ def _amd_devices(root: Path) -> list[Device]:
             continue
         name = system_text(folder / "product_name") or f"AMD GPU {system_text(folder / 'device')}"
         index = len(devices)
-        # MI250X is the only gfx90a GPU whose dies share a power reading. The rule needs the name of the product.
+        # sysfs does not contain the architecture, so it is derived from the product name. Only gfx90a matters here, because the
+        # power reading of an MI250X covers two dies.
         arch = "gfx90a" if "MI2" in name else "unknown"
         devices.append(
             Device("rocm", index, name, arch, int(total), None, None, f"cuda:{index}", pci_address=folder.name, vendor="AMD")
@@ -163,7 +164,7 @@ def _amd_load(device: Device, root: Path) -> Callable[[], Load]:
 
 def _cpu_load() -> Callable[[], Load]:
     cpus = sorted(usable_cpus())
-    psutil.cpu_percent(percpu=True)  # the first call has no interval
+    psutil.cpu_percent(percpu=True)  # the first result is meaningless, because no interval has been measured yet
 
     def load() -> Load:
         by_cpu = psutil.cpu_percent(percpu=True)
@@ -175,13 +176,14 @@ def _cpu_load() -> Callable[[], Load]:
 
 @dataclass(frozen=True)
 class DeviceSummary:
-    """What the monitor saw of one device. Quantities that could not be read are None.
+    """Summary of all readings of one device. Quantities that could not be read are None.
 
     Args:
         device: name of the device.
         samples: number of readings.
-        rate_error: relative difference of the mean interval from the requested one, or None with fewer than two readings.
-        utilization_percent: mean.
+        rate_error: relative difference between the mean and the requested interval between readings. None with fewer than two
+            readings.
+        utilization_percent: mean share of the time in which the device worked.
         memory_gib: largest used memory.
         temperature_c: highest temperature.
         power_w: mean power.
@@ -225,7 +227,7 @@ def summarize(device: Device, readings: Sequence[Reading], interval_s: float) ->
 
 
 def rate_error(times_s: Sequence[float], interval_s: float) -> float | None:
-    """Return the relative difference of the mean interval from the requested one; None with fewer than two times."""
+    """Return the relative difference between the mean and the requested interval, or None with fewer than two times."""
     if len(times_s) < 2:
         return None
     return (times_s[-1] - times_s[0]) / (len(times_s) - 1) / interval_s - 1
@@ -267,8 +269,8 @@ class Monitor:
     """Sample all devices in a thread at a fixed rate while the code in a `with` block runs.
 
     The schedule is fixed: the duration of a reading and a late wake-up do not delay later readings. If the readings take longer
-    than the interval, the missed ones are left out, and `rate_error` shows it. If a reader raises an error, it is raised at the
-    end of the block.
+        than the interval, readings are skipped, and `rate_error` is above 0. If a reader raises an error, this error is raised
+        again at the end of the block.
 
     Args:
         devices: the devices.

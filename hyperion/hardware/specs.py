@@ -301,8 +301,9 @@ class CpuRules:
     def best(self, path: str, flags: tuple[str, ...], vendor: str, family: int | None) -> CpuRule | None:
         """Return the rule that gives the peak operations per cycle of `path` on a CPU, or None if no rule applies.
 
-        A rule applies if the CPU has all of its instruction-set flags. A rule for the family of the CPU replaces the rule for all
-        CPUs that names the same flags. If several rules apply, the rule with the most operations per cycle is returned.
+        A rule applies if the CPU has all instruction-set flags that the rule names. If two rules name the same flags, a rule for
+        the family of this CPU replaces the rule for all CPUs. If several rules remain, the one with the most operations per cycle
+        is returned.
         """
         fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
         # A rule for one family replaces the general rule with the same flags, even if the general rule has more operations per
@@ -397,7 +398,7 @@ def _same_name(name: str, entry: DeviceEntry) -> bool:
 
 
 def _difference(device: Device, entry: DeviceEntry) -> str | None:
-    """Describe how the device differs from the data sheet entry of the same name. Return None if it does not differ."""
+    """Describe how a device differs from the data-sheet entry with its name. Return None if they agree."""
     if device.kind != entry.kind or device.arch != entry.arch:
         return f"architecture {device.arch}, expected {entry.arch}"
     if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):

@@ -252,7 +252,10 @@ def nvml_throttle(bits: int) -> str:
 
 
 def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
-    """Return the reader for an AMD GPU. It uses amdsmi if it is installed, and sysfs for all other quantities."""
+    """Return the reader for an AMD GPU.
+
+    It uses amdsmi if that is installed, and sysfs for quantities that amdsmi does not report.
+    """
     address = device.pci_address
     if not address:
         return lambda: unreadable("torch reports no PCI address to find the GPU by")
@@ -294,7 +297,7 @@ def gcd_position(device: Device, root: Path = Path("/")) -> str:
     dies = sorted(
         folder.name for folder in (root / "sys/bus/pci/devices").glob("*") if system_text(folder / "device") in MI250_PCI_IDS
     )
-    # A die that is not listed counts as the first die: if it reports power, it is the power of the module.
+    # A die that is not listed counts as the first die. If it reports a power, this is the power of the whole module.
     return "second" if device.pci_address in dies and dies.index(device.pci_address) % 2 else "first"
 
 
@@ -362,7 +365,7 @@ def interpret_amdsmi_energy(count: dict) -> float | None:
 
 
 def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
-    """Return amdsmi's gpu_metrics with the names of `QUANTITIES`.
+    """Return the values of amdsmi's gpu_metrics under the names in `QUANTITIES`.
 
     The values 'N/A', 65535 and 0 mean that the device does not report the field.
     """

@@ -178,7 +178,7 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
         if word == "XGMI" and link.get("max_bandwidth"):
             word = f"XGMI{link['max_bandwidth'] // 1000}"
             meanings[word] = f"xGMI, {link['max_bandwidth'] / 1000:g} GB/s according to the driver"
-        # A pair can be listed with a PCIe link and an xGMI link.
+        # A pair of GPUs may be listed twice, with a PCIe link and with an xGMI link.
         if not links.get(ends, "").startswith("XGMI"):
             links[ends] = word
     if not links:
@@ -191,7 +191,10 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
 
 
 def _kfd_place(node: dict[str, int]) -> str:
-    """Return the PCI address of a node. Its location_id contains bus, device and function; higher bits name a partition."""
+    """Return the PCI address of a GPU in the amdgpu driver's list of nodes.
+
+    The location_id of a node contains bus, device and function. Its higher bits are the number of a partition.
+    """
     location = node.get("location_id", 0) & 0xFFFF
     # 8 bits of the bus, 5 bits of the device, 3 bits of the function.
     return f"{node.get('domain', 0):04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & 7}"
@@ -203,7 +206,7 @@ def _properties(file: Path) -> dict[str, int]:
 
 
 def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int], bool] | None) -> Topology:
-    """Return a topology that only says which pairs of GPUs can copy directly, for use if no library lists the links."""
+    """Return a topology that only says which pairs of GPUs can copy directly. It is used if no library lists the links."""
     if can_access is None:
         import torch
 

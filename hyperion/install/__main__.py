@@ -71,7 +71,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def planned_actions(python: str, torch: str, extras: list[str]) -> list[str]:
-    """Return what `set_up` would do with the same arguments, one line for each action. Nothing is made or changed."""
+    """Return the actions that `set_up` would take with the same arguments, one line each. Nothing is created or changed."""
     machine = decide(collect_facts())
     choice = choose(machine, torch)
     lines = [f"detected: {machine.evidence}; build {choice.label}{' (TORCH=)' if choice.explicit else ''}"]
@@ -85,7 +85,7 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
 
     Args:
         python: interpreter of an existing environment. "" means .venv of this checkout.
-        torch: torch build as named by TORCH=. "" chooses the build for this machine.
+        torch: torch build, with the names that TORCH= accepts. "" chooses the build for this machine.
         extras: optional dependency groups of pyproject.toml that must be installed.
         quiet: if True, do not print the choice and the interpreter.
 

@@ -1,4 +1,7 @@
-"""Advice about an installation: wheel, container, conda or native, from driver, GPU and a dated table of support."""
+"""Recommend how to install PyTorch on this machine: from a wheel, in a container, with conda, or natively.
+
+The recommendation depends on the driver, the GPU, and a dated table of the GPUs that vendors support.
+"""
 
 import functools
 import re
@@ -12,7 +15,7 @@ from hyperion.errors import HyperionError
 from hyperion.install.machine import ROCM_WHEEL_ARCHS, KernelFacts, decide
 from hyperion.install.plan import CPU_INDEX, MINIMUM_PYTHON, MINIMUM_TORCH, ROCM_INDEX, ROCM_WHEELS, TORCH, TORCHVISION, choose
 
-CUDA_OF_PYPI = 13  # major version of CUDA of the wheels of torch 2.13 on PyPI
+CUDA_OF_PYPI = 13  # CUDA major version of the torch 2.13 wheels on PyPI
 _CONDA = "PyTorch itself publishes no conda packages since 2.6 (pytorch/pytorch issue 138506)"
 
 
@@ -22,7 +25,7 @@ class Support:
 
     Args:
         arch: architecture.
-        level: 'supported', 'deprecated', 'unsupported', or 'unknown' if no table of ours lists it.
+        level: 'supported', 'deprecated', 'unsupported', or 'unknown' if our table does not list the architecture.
         wheel: whether PyTorch's ROCm wheels have code for it.
         evidence: products, version, source and date of the statement.
     """
@@ -35,13 +38,13 @@ class Support:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to install.
+    """One way to install PyTorch, and whether it works on this machine.
 
     Args:
         kind: 'wheel', 'container', 'conda' or 'native'.
         verdict: 'recommended', 'possible', 'impossible' or 'unknown'.
         command: the command, or "".
-        why: the reason of the verdict.
+        why: the reason for the verdict.
     """
 
     kind: Literal["wheel", "container", "conda", "native"]
@@ -52,7 +55,7 @@ class Way:
 
 @dataclass(frozen=True)
 class TrainingImage:
-    """A container image that a vendor documents for training. This is only its description: nothing pulls an image.
+    """Description of a container image that a vendor documents for training. Hyperion never downloads an image.
 
     Args:
         name: name and tag of the image.
@@ -75,7 +78,7 @@ class TrainingImage:
 
     @property
     def runs_hyperion(self) -> bool:
-        """Whether Python and torch of the image are new enough for this library."""
+        """True if the Python and the torch in the image are new enough for this library."""
         return _version(self.python) >= MINIMUM_PYTHON and _version(self.torch) >= MINIMUM_TORCH
 
 
@@ -119,7 +122,7 @@ def advise(facts: KernelFacts) -> list[Way]:
         return _advise_amd(facts)
     if machine.kind == "cuda":
         return _advise_nvidia(facts)
-    # A machine without a GPU, or with one that has no driver.
+    # The machine has no GPU, or the driver of its GPU is not installed.
     note = machine.note or machine.evidence
     return [
         Way("wheel", "recommended", _pip(CPU_INDEX, TORCH, TORCHVISION), f"{note}; the CPU build"),

@@ -54,9 +54,9 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
 
 
 def planned_actions(root: Path, choice: Choice) -> list[str]:
-    """Return what `ensure_environment` would do, one line for each action. Nothing is made, changed or downloaded.
+    """Return the actions that `ensure_environment` would take, one line each. Nothing is created, changed or downloaded.
 
-    pip is asked which build of torch its configuration gives, as in a set-up.
+    As in a real set-up, pip is asked which build of torch its configuration selects.
     """
     folder = root / ".venv"
     stamp = read_stamp(folder)

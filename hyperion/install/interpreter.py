@@ -54,8 +54,8 @@ class Interpreter:
         torch: installed torch build; None if torch is not installed.
         torchvision: whether torchvision is installed.
         packages: a dict that maps the normalized name of an installed package to its version.
-        bytecode: whether the environment stores the compiled modules of torch, or the first import stores them. False in some
-            containers, where PYTHONDONTWRITEBYTECODE is set or the folder of torch is read-only.
+        bytecode: True if the compiled modules of torch are stored in the environment, or will be after the first import. False in
+            containers that set PYTHONDONTWRITEBYTECODE or make the folder of torch read-only.
     """
 
     python: Path

@@ -25,7 +25,8 @@ from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, check_build
 from hyperion.terminal import say
 
-# Groups of pyproject.toml whose packages only some rows of chapters 2.12 and 2.13 need. The others do not wait for them.
+# Groups of pyproject.toml whose packages only some rows of chapters 2.12 and 2.13 need. If pip cannot get them, all other rows
+# can still be measured.
 CHAPTER_GROUPS = ("inference", "serving")
 _SEPARATELY_S = 60.0  # time limit for trying these packages one by one
 PROTECTED = ("torch", "torchvision", "numpy")  # an overlay never replaces them, because they are compiled against each other
@@ -36,7 +37,7 @@ def ensure_overlay(
 ) -> dict[str, str]:
     """Check an environment and install its missing packages in an overlay.
 
-    A package of `CHAPTER_GROUPS` that pip cannot get is named once. The overlay then works without it.
+    If pip cannot get a package of `CHAPTER_GROUPS`, the package is named once, and the overlay is used without it.
 
     Args:
         root: the checkout.
@@ -59,7 +60,8 @@ def ensure_overlay(
     optional = missing(found, chapter_requirements(root, found))
     folder = root / ".overlay" / _key(found)
     stamp = read_stamp(folder)
-    # Requirements that the overlay already meets, because `missing` examines the environment without the overlay.
+    # The requirements that the overlay already meets. `missing` lists them too, because it examines the environment without the
+    # overlay.
     covered = set(stamp.get("covers", []))
     known_absent = set() if retry else set(stamp.get("absent", []))
     tried = [one for one in optional if one not in covered | known_absent]
@@ -82,7 +84,7 @@ def ensure_overlay(
 
 
 def planned_actions(root: Path, python: Path, extras: list[str]) -> list[str]:
-    """Return what `ensure_overlay` would install beside an environment. Nothing is made or changed.
+    """Return the command with which `ensure_overlay` would install missing packages. Nothing is created or changed.
 
     Raises:
         HyperionError: the version of a package that must not be replaced is out of range.
@@ -116,7 +118,8 @@ def requirements(root: Path, extras: list[str]) -> list[str]:
 def chapter_requirements(root: Path, found: Interpreter) -> list[str]:
     """Return the requirements of `CHAPTER_GROUPS`.
 
-    If torch has no package metadata, as in some containers, there are none: pip would install a second torch for them.
+    Return an empty list if torch has no package metadata, as in some containers. There, pip would install a second torch as a
+    dependency of these packages.
     """
     groups = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     return [line for name in CHAPTER_GROUPS for line in groups.get(name, ())] if "torch" in found.packages else []
@@ -154,9 +157,9 @@ def _key(found: Interpreter) -> str:
 
 
 def _obtainable(root: Path, found: Interpreter, required: list[str], optional: list[str]) -> list[str]:
-    """Return those of the optional requirements that pip can meet together with the required ones.
+    """Return the optional requirements that pip can install together with the required ones.
 
-    The others are printed with pip's last error.
+    Optional requirements that pip cannot install are printed with pip's last error.
     """
     report, messages = _resolve(root, found, [*required, *optional])
     if report.get("install"):
@@ -189,7 +192,7 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
             next_step="run the same make command again on a machine with a network that shares this folder (a login node); "
             f"or install the packages yourself: {shlex.join(command)}; or set PIP_FIND_LINKS to a folder of wheels",
         )
-    # Installed beside the old overlay, which stays usable if a download fails.
+    # The packages are installed in a new folder, so that the old overlay stays usable if a download fails.
     new = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

@@ -126,9 +126,9 @@ def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
 
 
 def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the ROCm version of the torch wheel for the ROCm version of this machine.
+    """Return the ROCm version of the torch wheel that fits this machine.
 
-    If the latter is unknown, return that of the newest wheel.
+    If the ROCm version of the machine is unknown, return the ROCm version of the newest wheel.
 
     Raises:
         HyperionError: no wheel fits, because the ROCm of this machine is too old.

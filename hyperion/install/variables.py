@@ -1,4 +1,4 @@
-"""Environment variables: a registry of who reads each, a linter for settings, and a generator of a minimal environment.
+"""Environment variables: a registry with the readers of each, a linter for settings, and a minimal set of settings.
 
 The registry is variables.toml. The linter names variables that nothing reads, values that do harm, and settings that contradict
 each other.
@@ -29,7 +29,10 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable: its readers, its effect, and the files and the source that prove that they read it."""
+    """One environment variable with its readers and its effect.
+
+    `source` and `files` are the evidence that the readers use the variable.
+    """
 
     name: str
     readers: str
@@ -43,8 +46,8 @@ class VariableFinding:
     """One finding of the linter.
 
     Args:
-        kind: 'unknown' (nothing reads it), 'unlisted' (of a known family, and not in the registry), 'harmful' or
-            'contradiction'.
+        kind: 'unknown' (nothing reads the variable), 'unlisted' (its prefix is known, but it is not in the registry), 'harmful'
+            or 'contradiction'.
         name: the variable.
         what: what is wrong, with the value.
         instead: what to do.
@@ -58,7 +61,7 @@ class VariableFinding:
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of a generated environment, with the reason for it."""
+    """One environment variable that a machine needs, with its value and the reason for it."""
 
     name: str
     value: str
@@ -72,7 +75,7 @@ def _tables() -> dict[str, Any]:
 
 @functools.cache
 def registry() -> dict[str, Variable]:
-    """Return the registry, by the name of the variable."""
+    """Return the registry as a dict that maps the name of a variable to its entry."""
     variables = {}
     for reader in _tables()["reader"]:
         files = tuple(reader.get("files", ()))
@@ -84,17 +87,21 @@ def registry() -> dict[str, Variable]:
 
 
 def fictional() -> dict[str, str]:
-    """Return the names in published guides that nothing reads. The values say what to use instead."""
+    """Return the variables that published guides recommend but that no program reads.
+
+    The keys are the names. The values say what to use instead.
+    """
     return _tables()["fiction"]
 
 
 def lint(assignments: Iterable[tuple[str, str]], site_packages: Path | None = None) -> list[VariableFinding]:
-    """Return what is wrong with settings.
+    """Return the linter's findings about settings of environment variables.
 
     Args:
         assignments: pairs of name and value in their order. A name may occur several times.
-        site_packages: folder of the installed packages. If given, names that the registry does not list are searched in their
-            libraries; a name that a library contains is no finding. If None, such names are not reported.
+        site_packages: folder of the installed packages. If given, a name that neither the registry nor a library of these
+            packages contains is a finding of kind 'unlisted'. If None, the libraries are not searched, and there are no such
+            findings.
     """
     findings, last = [], {}
     for name, value in assignments:
@@ -128,7 +135,7 @@ def lint(assignments: Iterable[tuple[str, str]], site_packages: Path | None = No
 
 
 def _is_unlisted(name: str, site_packages: Path) -> bool:
-    """Return True if neither the registry nor an installed library contains a name of a known family."""
+    """Return True if a name has a known prefix, but neither the registry nor an installed library contains it."""
     if not name.startswith(_FAMILIES) or name in registry():
         return False
     files = [file for pattern in _LIBRARIES for file in site_packages.glob(pattern)]
@@ -136,12 +143,12 @@ def _is_unlisted(name: str, site_packages: Path) -> bool:
 
 
 def contains_name(file: Path, name: str) -> bool:
-    """Return True if the bytes of a file contain a name that is no part of a longer name."""
+    """Return True if a file contains the name as a whole word, and not only as a part of longer names."""
     if not file.is_file() or file.stat().st_size == 0:
         return False
     part, place = name.encode(), -1
     with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        # find() is ten times faster than a regular expression, and libraries have gigabytes.
+        # The libraries are gigabytes in size, and find() is ten times faster than a regular expression.
         while (place := content.find(part, place + 1)) >= 0:
             around = content[max(0, place - 1) : place] + content[place + len(part) : place + len(part) + 1]
             if not re.search(rb"[A-Z0-9_]", around):
@@ -176,7 +183,7 @@ def minimal_environment(
 ) -> list[Setting]:
     """Return the settings that this machine needs, each with its reason.
 
-    No variable of a driver or a library is set, because their defaults are right.
+    The settings contain no variables of drivers or libraries, because the defaults of these variables are right.
 
     Args:
         cores: physical cores that the process may use.

@@ -20,8 +20,9 @@ class ExactAttention:
 
     Args:
         output, grad_q, grad_k, grad_v: the output and the gradients.
-        size_q, size_k: expected norm of each row of grad_q and grad_k if the terms of its sum had random signs. Rounding errors
-            are proportional to it. The row itself can be smaller: the gradient of the first causal query is 0.
+        size_q, size_k: for each row of grad_q and grad_k, the norm that the errors of this row are divided by. It is the expected
+            norm of the row if the terms of its sum had random signs, because rounding errors are proportional to this norm. The
+            norm of the row itself can be much smaller. For example, the gradient of the first causal query is 0.
     """
 
     output: Tensor
@@ -32,7 +33,7 @@ class ExactAttention:
     size_k: Tensor
 
     def output_error(self, output_GTD: Tensor, tolerance: float) -> float:
-        """Return the error of an output; see `error_of_rows`."""
+        """Return the error of `output_GTD` relative to the float64 output; see `error_of_rows`."""
         return error_of_rows(output_GTD, self.output, tolerance)
 
     def gradient_error(self, of_q_GTD: Tensor, of_k_TD: Tensor, of_v_TD: Tensor, tolerance: float) -> float:
@@ -86,12 +87,14 @@ def exact_attention(q_GTD: Tensor, k_TD: Tensor, v_TD: Tensor, grad_GTD: Tensor,
 
 
 def attention_tolerance(dtype: torch.dtype, backward: bool) -> float:
-    """Return the tolerance for the relative Frobenius error of attention against float64, for the same rounded inputs.
+    """Return the largest allowed relative Frobenius error of attention, compared with a float64 result.
 
-    For 16-bit dtypes, it is three times the RMS rounding error of the dtype, times the square root of the number of independent
-    roundings: two in the forward pass (probabilities, output), and four in the backward pass (output, probabilities, gradients of
-    the scores, result). In float32, the error of the sums over the positions dominates, and the tolerance is that of a matrix
-    product.
+    The float64 result is computed from the same rounded inputs.
+
+    For 16-bit dtypes, the tolerance is three times the RMS rounding error of the dtype, times the square root of the number of
+    independent roundings. There are two roundings in the forward pass (probabilities, output), and four in the backward pass
+    (output, probabilities, gradients of the scores, result). In float32, the error of the sums over the positions dominates, so
+    the tolerance is that of a matrix product.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return 1e-5 if dtype == torch.float32 else 1e-13

@@ -127,7 +127,10 @@ def _store_rows(target, values, head, first, rows, ROWS: tl.constexpr, D: tl.con
 
 @jit
 def _keys_of(first_query, rows, HELD: tl.constexpr, READ: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the number of keys that a block of queries reads without a mask, and the end of those that it reads with one."""
+    """Return (unmasked, last) for a block of queries.
+
+    The block reads keys 0 to `unmasked` - 1 without a mask, and keys `unmasked` to `last` - 1 with a mask.
+    """
     if CAUSAL:
         # `held` is a multiple of `read`, so the keys before the first query form whole blocks that all queries see.
         unmasked, last = first_query, tl.minimum(first_query + HELD, rows)
@@ -159,7 +162,11 @@ def _attend(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Process keys `first` to `last` - 1 for a block of queries, and return the updated state of the softmax."""
+    """Process keys `first` to `last` - 1 for a block of queries, and return the updated state of the softmax.
+
+    The state of each query consists of `total`, the weighted sum of the values; `weight`, the sum of the exponentials; and
+    `largest`, the largest score.
+    """
     query = first_query + tl.arange(0, HELD)[:, None]
     for start in tl.range(first, last, READ, num_stages=STAGES):
         k = _load_rows(keys, key_head, start, rows, READ, D, DESCRIPTORS)
@@ -424,7 +431,7 @@ def _block(tensor_NTD: Tensor, rows: int, tile: Tile) -> Any:
 
 
 def constants_of(tile: Tile, group: int, features: int, causal: bool) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel."""
+    """Return the compile-time constants of an attention kernel."""
     return {
         "GROUP": group,
         "D": features,
@@ -437,10 +444,13 @@ def constants_of(tile: Tile, group: int, features: int, causal: bool) -> dict[st
 
 
 def run_forward(q_NTD: Tensor, k_NTD: Tensor, v_NTD: Tensor, scale: float, causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return the output, and log2 of the sum of exponentials of each query in float32.
+    """Run the forward pass of attention.
 
     Args:
         q_NTD, k_NTD, v_NTD: contiguous tensors. The number of query heads is a multiple of the number of key-value heads.
+
+    Returns:
+        The output, and for each query the log2 of its sum of exponentials, in float32.
     """
     (heads, rows, features), tile = q_NTD.shape, tiles.forward
     output_NTD = torch.empty_like(q_NTD)
@@ -471,7 +481,7 @@ def run_backward(
     causal: bool,
     tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values. All tensors must be contiguous."""
+    """Run the backward pass of attention. Return the gradients of queries, keys and values. All tensors must be contiguous."""
     heads, rows, features = q_NTD.shape
     group = heads // len(k_NTD)
     delta_NT = torch.empty_like(log_sums_NT)
@@ -520,7 +530,7 @@ def _heads(tensor_BHTD: Tensor) -> Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """Attention with its backward pass, for PyTorch's autograd."""
+    """Autograd function that runs the Triton kernels for the forward and the backward pass of attention."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool, tiles: Tiles) -> Tensor:

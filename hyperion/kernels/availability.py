@@ -12,7 +12,7 @@ TESTED = "3.7.1"
 
 
 def why_no_triton() -> str:
-    """Return why Triton cannot be used at all on this machine, with the next step. Return "" if it can be imported."""
+    """Return the reason why Triton is not installed on this machine, and the next step. Return "" if Triton is installed."""
     if HAS_TRITON:
         return ""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
@@ -23,16 +23,17 @@ def why_no_triton() -> str:
 
 
 def why_no_kernels(device: Device) -> str:
-    """Return why Triton kernels cannot run on this device, with the next step. Return "" if they can run."""
+    """Return the reason why Triton kernels cannot run on this device, and the next step. Return "" if they can run."""
     if device.kind != "cpu":
         return why_no_triton()
     return "unavailable: Triton kernels run on a GPU; next step: run this chapter on a machine with a GPU"
 
 
 def triton_version() -> str:
-    """Return the version of Triton, which must be installed.
+    """Return the version of Triton. Triton must be installed.
 
-    The version is read from the module, because the package has another name for PyTorch on AMD GPUs.
+    The version is read from the imported module and not from the metadata of the package, because the package that PyTorch
+    requires on AMD GPUs has another name.
     """
     import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
 

@@ -49,9 +49,9 @@ def gelu(x: Tensor) -> Tensor:
 def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
     """Return LayerNorm(x) in the dtype of x, computed in float32, with weights rounded to the dtype of x.
 
-    Under autocast on a GPU, the layer norm of PyTorch reads and writes float32. The input of the norm is converted to a float32
-    copy. Autograd saves this copy, which needs twice the memory. Each of the query, key and value layers converts the output of
-    the norm back to the dtype of autocast, and saves the result.
+    This function avoids the float32 copies that the layer norm of PyTorch needs under autocast on a GPU. There, PyTorch converts
+    the input of the norm to float32. Autograd saves this copy, which needs twice the memory. The output of the norm is also
+    float32. Each of the query, key and value layers converts this output back to the dtype of autocast, and saves the result.
     """
     weight_D, bias_D = norm.weight.to(x_BTD.dtype), norm.bias.to(x_BTD.dtype)
     # In compiled code the casts of autocast are fused with reads and writes, so they take no extra time.
@@ -64,9 +64,10 @@ def layer_norm(x_BTD: Tensor, norm: nn.LayerNorm) -> Tensor:
 def add_positions(x_BTD: Tensor, positions_TD: Tensor) -> Tensor:
     """Return x + positions in the dtype of the residual stream.
 
-    Under autocast to bfloat16 this dtype is bfloat16, and otherwise the dtype of the sum. Without this conversion, adding the
-    float32 positions to x would promote the whole residual stream to float32, and every read of it would move twice as many
-    bytes. Under autocast to float16 the residual stream stays in float32, because the range of float16 is too small for it.
+    Under autocast to bfloat16, this dtype is bfloat16. Otherwise, it is the dtype of the sum. Without the conversion to bfloat16,
+    adding the float32 positions to x would promote the whole residual stream to float32. Every read of the residual stream would
+    then move twice as many bytes. Under autocast to float16, the residual stream stays in float32, because the range of float16
+    is too small for it.
     """
     to_bf16 = _autocasts_to_bf16(x_BTD.device.type)
     if to_bf16 and applies_to(x_BTD, torch.float32):
@@ -161,7 +162,7 @@ class _ForkedNorm(Function):
 
         x_BTD, mean, inverse, weight_D = ctx.saved_tensors
         grad_x_BTD, sums_RD = norm_gradient(x_BTD, grad_y_BTD, grad_residual_BTD, mean, inverse, weight_D, ctx.sums_biases)
-        # R is 4 with the biases of the two neighbouring layers, otherwise 2.
+        # R is 4 if the gradients of the biases of the two neighbouring layers are included. Otherwise, R is 2.
         grad_weight_D, grad_bias_D, grad_before_D, grad_after_D = sums_RD if ctx.sums_biases else (*sums_RD, None, None)
         return grad_x_BTD, grad_weight_D, grad_bias_D, None, grad_before_D, grad_after_D
 

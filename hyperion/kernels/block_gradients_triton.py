@@ -62,7 +62,7 @@ def gelu_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Backward pass of y = GELU(x) in the tanh form, for one strip of rows.
+    """Compute the backward pass of y = GELU(x) in the tanh form for one strip of rows.
 
     Write the gradient of x. Also sum each column of this gradient over the rows of the strip, and store the sums.
     """
@@ -151,7 +151,7 @@ def joined_strip(
 
 @triton_op("hyperion::joined_gradient", mutates_args={})
 def joined_gradient(first_MD: Tensor, second_MD: Tensor, third_MD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the three matrices concatenated along the columns, [M, 3 D], and the column sums, [3 D] in float32."""
+    """Concatenate three matrices along their columns. Return the result, [M, 3 D], and its column sums, [3 D] in float32."""
     M, D = first_MD.shape
     grid = triton.cdiv(D, JOINED.columns), triton.cdiv(M, STRIP), 3
     joined_ME = torch.empty(M, 3 * D, dtype=first_MD.dtype, device=first_MD.device)
@@ -191,7 +191,7 @@ def norm_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Backward pass of the two outputs x and LayerNorm(x), for one strip of rows.
+    """Compute the backward pass of a function with the two outputs x and LayerNorm(x), for one strip of rows.
 
     Write the gradient of x. Also store sums over the rows of the strip, which are parts of the gradients of the norm's weight and
     bias. If SUMS is 4, also store the column sums of the gradient of x, and of the gradient from the residual stream.

@@ -22,7 +22,7 @@ class Architecture:
     Args:
         name: name of the architecture.
         backend: "cuda" or "hip".
-        target: Triton's name for it: a compute capability (NVIDIA) or the name of an architecture (AMD).
+        target: identifier that Triton uses: the compute capability (NVIDIA) or the name of the architecture (AMD).
         threads: number of threads of a warp, which AMD calls a wavefront.
         shared_bytes: largest shared memory of a program in bytes. AMD calls this memory LDS.
         matrix: regular expression that matches a matrix instruction in the assembly.
@@ -58,7 +58,7 @@ class Build:
         warps: number of warps.
         options: further compiler options, such as `num_stages`.
         matrix: if True, the kernel must contain matrix instructions.
-        aligned: if True, all sizes are multiples of 16. The addresses of tensors always are.
+        aligned: if True, all sizes are multiples of 16. The addresses of tensors are always multiples of 16.
     """
 
     name: str
@@ -76,9 +76,9 @@ class Resources:
     """The resources of a compiled kernel.
 
     Args:
-        registers: number of vector registers of a thread. On AMD GPUs it includes accumulation registers.
-        spills: on AMD GPUs, the number of spilled registers of a thread. On NVIDIA GPUs, the bytes of stack and local memory of a
-            thread, where spilled registers are stored, so a kernel with 0 bytes does not spill.
+        registers: number of vector registers of a thread. On AMD GPUs, accumulation registers are included.
+        spills: on AMD GPUs, the number of spilled registers of a thread. On NVIDIA GPUs, the size in bytes of the stack and the
+            local memory of a thread. Spilled registers are stored there, so a kernel with 0 bytes does not spill.
         shared_bytes: shared memory of a program in bytes.
         occupancy: number of warps that can be resident at the same time, on each of the four vector units of a compute unit (AMD)
             or on each multiprocessor (NVIDIA).
@@ -164,10 +164,10 @@ def _nvidia(compiled: Any, build: Build, architecture: Architecture) -> Resource
 
 
 def _resident_warps(registers: int, shared: int, warps: int) -> int:
-    """Return the number of resident warps of a multiprocessor of compute capability 9.0.
+    """Return how many warps of a kernel can be resident on a multiprocessor of compute capability 9.0.
 
-    A multiprocessor has 65,536 registers, which are allocated to warps in units of 256; 228 KiB of shared memory, of which the
-    system reserves 1 KiB per program; and room for 64 warps and 32 programs.
+    A multiprocessor has 65,536 registers and 228 KiB of shared memory. Registers are allocated to warps in units of 256. The
+    system reserves 1 KiB of shared memory per program. At most 64 warps and 32 programs can be resident.
 
     Source: CUDA C++ Programming Guide, technical specifications per compute capability.
     """

@@ -40,8 +40,8 @@ def compare_all(seed: int = 0) -> Iterator[Comparison]:
 def compare_group(name: str, seed: int = 0) -> Iterator[Comparison]:
     """Run and compare the kernels of one module, given by a key of `GROUPS`.
 
-    As a side effect, PyTorch fills new tensors of this process with NaN from then on. So an element that a kernel does not write
-    is wrong, and cannot hold a correct old value by chance.
+    As a side effect, PyTorch fills all new tensors of this process with NaN after this call. So an element that a kernel does not
+    write is always wrong. Without this, the element could contain a correct old value by chance.
     """
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
@@ -100,7 +100,10 @@ def _attentions() -> Iterator[Comparison]:
 def _attention(
     features: int, heads: int, key_heads: int, rows: int, causal: bool, descriptors: bool, low: bool = False
 ) -> Iterator[Comparison]:
-    """Compare attention. If `low`, all scores are about -100, so that the probability of a key with score 0 overflows."""
+    """Run attention in one case, and compare its output and its gradients with float64.
+
+    If `low` is True, all scores are about -100. The probability of a key with score 0 then overflows.
+    """
     tile = attention_triton.Tile(held=32, read=16, warps=4, stages=1, descriptors=descriptors)
     q, grad = torch.randn(heads, rows, features), torch.randn(heads, rows, features)
     k, v = torch.randn(key_heads, rows, features), torch.randn(key_heads, rows, features)

@@ -65,7 +65,7 @@ SMALL: tuple[MatmulTile, ...] = (MatmulTile(128, 128, 32, 8, 3), MatmulTile(128,
 
 @jit
 def _block_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return the block row and block column of an output block. Blocks are numbered band by band, each of GROUP block rows."""
+    """Return the block row and block column of an output block. Blocks are numbered by bands. A band has GROUP block rows."""
     across = tl.cdiv(N, BLOCK_N)
     band = number // (GROUP * across) * GROUP
     # The last band may have fewer block rows.

@@ -1,8 +1,8 @@
 """Vector addition, softmax, layer norm, matrix product and attention, each with a Triton kernel and a reference in PyTorch.
 
-Each function runs its Triton kernel for tensors on a GPU, if Triton is installed, and the reference otherwise. `implementation`
-returns which of the two runs. Arguments that a kernel cannot process raise an error: a kernel is never replaced by the reference
-silently.
+If the tensors are on a GPU and Triton is installed, each function runs its Triton kernel. Otherwise, it runs the reference.
+`implementation` returns which of the two runs. If a kernel cannot process its arguments, the function raises an error. It does
+not silently run the reference instead.
 
 Shape suffixes: M rows, D columns; M, N, K sizes of a matrix product; B sequences, H query heads, K key-value heads, T positions,
 D features of a head.
@@ -61,7 +61,7 @@ def softmax(x_MD: Tensor) -> Tensor:
 
 
 def layer_norm(x_MD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return the layer norm of each row, (x - mean) / sqrt(variance + eps) · weight + bias. It is differentiable."""
+    """Return the layer norm of each row, (x - mean) / sqrt(variance + eps) · weight + bias. The result is differentiable."""
     _require_matrix(x_MD)
     shape = (x_MD.shape[1],)
     _require(weight_D.shape == bias_D.shape == shape, f"x is {_form(x_MD)}, weight {_form(weight_D)}", f"pass weights {shape}")
@@ -89,7 +89,9 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = True) -> Tensor:
-    """Return softmax(Q·Kᵀ / √D)·V for each head. It is differentiable. The memory of the kernel grows with T, not with T².
+    """Return softmax(Q·Kᵀ / √D)·V for each head.
+
+    The result is differentiable. The memory that the kernel needs is proportional to T and not to T².
 
     Args:
         q_BHTD: queries.
@@ -124,7 +126,10 @@ def attention_reference(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: 
 
 
 def attention_flops(B: int, H: int, T: int, D: int, causal: bool) -> dict[str, float]:
-    """Return the FLOPs of the forward and the backward pass. For causal attention, half of the matrix of scores counts."""
+    """Return the FLOPs of the forward and the backward pass of attention.
+
+    For causal attention, only half of the score matrix is counted.
+    """
     # Forward: Q·Kᵀ and P·V, 2·T·T·D FLOPs each per head. Backward: five such products (scores again, dP, dV, dQ, dK), 2.5 times.
     forward = 4 * B * H * T * T * D * (0.5 if causal else 1)
     return {"forward": forward, "backward": 2.5 * forward}
@@ -176,7 +181,7 @@ def _require_matrix(x: Tensor) -> None:
 
 
 def _require_kernel(*tensors: Tensor, gradients: bool = True) -> None:
-    """Raise an error for tensors for which a kernel would return wrong numbers, or a result without its gradients.
+    """Raise an error if a kernel would return wrong numbers for these tensors, or a result that lacks required gradients.
 
     Args:
         tensors: all inputs of the kernel.

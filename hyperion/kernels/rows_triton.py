@@ -1,7 +1,7 @@
 """Triton kernels that read each element once: vector addition, softmax, and layer norm with its backward pass.
 
-Memory bandwidth limits their speed. So the kernels that need whole rows hold a row in registers: they read the row once, compute
-everything in float32, and write the result.
+Memory bandwidth limits the speed of these kernels. Therefore, a kernel that needs whole rows reads each row once, keeps it in
+registers, computes in float32, and writes the result.
 
 Shape suffixes: M rows, D columns, P programs.
 """

@@ -1,7 +1,10 @@
-"""Builds of the kernels of this package for an architecture, for the table of compiled kernels and the tests.
+"""List the kernels of this package in all configurations that must compile for a GPU architecture.
 
-The list contains every tile with bfloat16 tensors: attention with and without a causal mask, with one and with four query heads
-per key-value head; matrix products of even and of odd sizes; and rows of several widths, including the largest.
+The table of compiled kernels and the tests use this list. It contains every tile, with bfloat16 tensors:
+
+- Attention with and without a causal mask, and with one and with four query heads per key-value head.
+- Matrix products of even and of odd sizes.
+- Softmax and layer norm for rows of several widths, including the largest width.
 """
 
 from typing import Any
@@ -15,7 +18,7 @@ _DTYPE = "bf16"
 
 
 def shipped_builds(architecture: Architecture) -> list[Build]:
-    """Return the build of each kernel for this architecture, with bfloat16 tensors."""
+    """Return the builds of all kernels for this architecture, with bfloat16 tensors. A build is one configuration to compile."""
     rows = [build for width in WIDTHS for build in row_builds(width)]
     rows += row_builds(rows_triton.WIDEST)[:2] + row_builds(rows_triton.WIDEST_GRADIENT)[2:]
     add = {"x": "*bf16", "y": "*bf16", "total": "*bf16", "elements": "i32"}
@@ -80,7 +83,10 @@ def training_builds() -> list[Build]:
 
 
 def _strip_build(name: str, kernel: Any, tile: block_gradients_triton.Tile, columns: int) -> Build:
-    """Return the build of a kernel of `block_gradients_triton`. Its arguments are bfloat16 tensors, except those in `types`."""
+    """Return the build of a kernel of `block_gradients_triton`.
+
+    The arguments of the kernel are bfloat16 tensors, except the arguments in the variable `types`.
+    """
     constants = {"columns": columns, "SUMS": 4, "STRIP": block_gradients_triton.STRIP}
     constants |= {"ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages}
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
@@ -90,7 +96,7 @@ def _strip_build(name: str, kernel: Any, tile: block_gradients_triton.Tile, colu
 
 
 def matmul_builds(architecture: Architecture) -> list[Build]:
-    """Return the builds of the matrix product: for sizes that are multiples of every block, and for odd sizes."""
+    """Return the builds of the matrix product, for even sizes (multiples of all block sizes) and for odd sizes."""
     tiles = matmul_triton.tiles_for(architecture.backend, architecture.target)
     if tiles != matmul_triton.HOPPER:
         return [_blocks_build(tile, even) for tile in tiles for even in (True, False)]
@@ -142,10 +148,12 @@ def attention_builds(features: int, tiles: attention_triton.Tiles) -> list[Build
 def _attention_build(
     name: str, kernel: Any, tile: attention_triton.Tile, held: tuple[str, ...], features: int, group: int = 1, causal: bool = True
 ) -> Build:
-    """Return the build of an attention kernel: with an even length for causal attention without groups, else with an odd length.
+    """Return the build of an attention kernel.
+
+    For causal attention without groups, the sequence length is even (a multiple of 16). Otherwise, it is odd.
 
     Args:
-        held: names of the tensors of which the kernel holds a block. It reads the others block by block.
+        held: names of the tensors of which a program holds one block. A program reads the other tensors block by block.
         group: number of query heads that share one key-value head.
     """
     types = dict.fromkeys(("log_sums", "delta"), "*fp32") | dict.fromkeys(("scale", "natural_scale"), "fp32") | {"rows": "i32"}

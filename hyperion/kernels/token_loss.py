@@ -44,7 +44,7 @@ def _reference_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tenso
 def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
     """Return the negative log-likelihood of each token, nll_M, for the logits x·weightᵀ.
 
-    The result is in nats, in float32. It is zero where the target is IGNORE_INDEX.
+    The result is in nats and has the dtype float32. It is 0 for tokens whose target is IGNORE_INDEX.
 
     Args:
         x_MD, weight_VD: floating-point tensors. Under autocast the matrix product is computed in the dtype of autocast.

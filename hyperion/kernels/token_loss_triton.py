@@ -1,9 +1,9 @@
 """Triton kernel of `token_loss`, wrapped as a custom operator for torch.compile and autograd.
 
 Each program processes the row of logits of one token. The first pass computes the maximum and the sum of exponentials in one
-loop: when the maximum grows, the sum is rescaled. The second pass overwrites the row with softmax - one-hot. It runs from the end
-of the row to its start. The rows of all running programs together are larger than the cache, so only the part of the row
-that was read last is still in the cache.
+loop: when the maximum grows, the sum is rescaled. The second pass overwrites the row with softmax - one-hot. The rows of all
+running programs together are larger than the cache, so after the first pass, only the end of each row is still in the cache.
+Therefore, the second pass runs from the end of the row to its start.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """

@@ -1,4 +1,4 @@
-"""The decorators of Triton, typed for a type checker that does not see Triton.
+"""Declare the types of Triton's decorators, for a type checker that cannot import Triton.
 
 Without these types, a type checker sees a kernel as the undecorated function, and rejects `kernel[grid](…)`.
 """

@@ -1,7 +1,8 @@
-"""Measure time, memory and FLOPs of functions and hardware: the public names of this package.
+"""Measure the time, the memory and the FLOPs of functions, and the speed of hardware.
 
-The functions `time`, `compare`, `memory`, `flops`, `explain` and `relaunch` measure your own code. The other functions measure
-matrix products (GEMMs), bandwidth, caches, copies, kernel launches, collectives and training steps.
+This package exports the public names of its subpackages. The functions `time`, `compare`, `memory`, `flops`, `explain` and
+`relaunch` measure your own code. The other functions measure matrix products (GEMMs), bandwidth, caches, copies, kernel launches,
+collectives and training steps.
 
 No subpackage may have the same name as a function in this file, because importing the subpackage would replace the function.
 """

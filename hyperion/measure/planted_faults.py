@@ -195,7 +195,7 @@ def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
     def work() -> None:
         call = next(calls)
         if not broken or call % 4 == 0:
-            # One of four calls does the work of four, so the mean is right, and only the median is wrong.
+            # One of four calls does the work of four calls. So the mean time is correct, and only the median is wrong.
             time.sleep(4 * _WORK_S if broken else _WORK_S)
 
     believe("a median of almost zero, because most calls return an earlier result")
@@ -353,8 +353,8 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     )
 
 
-# Clocks for the faults: the times of `Scripted` are scripted, `Queue` and `BlockClock` can stop without synchronising, and
-# `Unflushed` does not flush the cache.
+# Faulty or simulated clocks. `Scripted` returns times that follow a script. `Queue` and `BlockClock` can stop without
+# synchronising. `Unflushed` does not flush the cache.
 
 
 class Scripted:
@@ -455,7 +455,7 @@ class Unflushed:
     """A clock like `device_clock`, but without the cache flush before each sample.
 
     Args:
-        counted: whether the clock increments the call counter of the flush before each sample, although the flush does not run.
+        counted: if True, the clock increments the call counter of the flush before each sample, as if the flush had run.
     """
 
     def __init__(self, device: Device, counted: bool = False):
@@ -519,9 +519,9 @@ FAULTS: tuple[PlantedFault, ...] = (
 def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> list[FaultResult]:
     """Run each measurement twice on a device, once with the planted fault and once without it.
 
-    The default faults take about 10 s on a CPU. A clock cannot tell skipped work from a call that the scheduler interrupted, so
-    on a busy machine a fault may not be distinguished. If other processes used more than a tenth of the cores, both measurements
-    are repeated, at most twice.
+    The default faults take about 10 s on a CPU. On a busy machine, a check may fail to distinguish a fault from its clean twin,
+    because interruptions by the scheduler look like skipped work to a clock. If this happens while other processes use more than
+    a tenth of the cores, both measurements are repeated, at most twice.
 
     Args:
         device: device for matrix products and copies. Faults that need a particular device use a description of that device.

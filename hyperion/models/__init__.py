@@ -1,4 +1,4 @@
-"""Models: plain `nn.Module`s whose code does not depend on a device, a precision or a kind of parallelism.
+"""Models as plain `nn.Module`s. Their code does not depend on the device, the precision or the kind of parallelism.
 
 Each model returns its structure as a `Layout`.
 """

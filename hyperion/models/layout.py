@@ -64,7 +64,7 @@ def layout_of(model: nn.Module) -> Layout:
     Raises:
         HyperionError: the model is not supported.
     """
-    unchecked: Any = model  # Any, because the attributes below belong to classes of optional libraries
+    unchecked: Any = model  # typed as Any, because the attributes used below belong to classes of optional libraries
     # Test for peft first, because a peft model forwards unknown attributes to its base model.
     if hasattr(model, "get_base_model"):
         return _prefixed("base_model.model.", layout_of(unchecked.base_model.model))

@@ -1,4 +1,4 @@
-"""transformers' Llama (Touvron et al. 2023) with the interface of TransformerLM.
+"""Build and load Llama models of transformers (Touvron et al. 2023), with the same interface as TransformerLM.
 
 A Llama has either random or pretrained weights:
 
@@ -39,7 +39,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Usual suffixes of pickled weights. Such files are named in the error and not opened.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _AGAIN = "copy the whole folder again from its source"
-# Embeddings are often padded to a round number of rows. More unused rows than this indicate the wrong tokenizer.
+# Largest accepted number of unused rows in an embedding. Embeddings are often padded to a round number of rows, but more unused
+# rows indicate the wrong tokenizer.
 UNUSED_ROWS = 1024
 
 
@@ -120,8 +121,8 @@ def build_random_llama(
 
     config = random_llama_config(name, vocab_size)
     with torch.device(device):
-        # Pass dtype here. Casting the model afterwards would also cast the angles of the rotary embedding, which must stay
-        # float32.
+        # Set the dtype at construction. Casting the model afterwards would also cast the angles of the rotary embedding, which
+        # must stay float32.
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
@@ -201,7 +202,7 @@ class LlamaLM(nn.Module):
 
 
 def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Return (d_in, d_out) of each linear layer of one decoder layer. The keys are the names of the linear layers."""
+    """Return a dict that maps the name of each linear layer in a decoder layer to its (d_in, d_out)."""
     D, wide = config.hidden_size, config.intermediate_size
     # Newer configurations of transformers state the width of a head, which need not be D / N.
     head = getattr(config, "head_dim", None) or D // config.num_attention_heads
@@ -238,7 +239,7 @@ def llama_lora_parameter_count(config: LlamaShape | LlamaConfig, rank: int, targ
 def llama_flops_per_token(
     config: LlamaShape | LlamaConfig, sequence_length: int, lora_rank: int = 0, targets: Sequence[str] = ()
 ) -> ModelFlops:
-    """Return the FLOPs per token for the given sequence length, for full training or for LoRA on a frozen base model.
+    """Return the FLOPs per token of the forward and the backward pass, for full training or for LoRA on a frozen base model.
 
     forward = 2 (L sum d_in d_out + V D) + 4 L T N H, plus 2 r (d_in + d_out) for each adapter. Attention is counted for all
     T x T pairs of positions, as in the appendix of the PaLM paper, although a causal kernel may skip half of them.
@@ -247,7 +248,8 @@ def llama_flops_per_token(
     of the weight. A frozen weight needs only the gradient of the input. The frozen q, k and v of the first layer need no gradient
     at all, because nothing before them is trained. So a LoRA step costs about two thirds of a full training step.
 
-    The result equals torch's FlopCounterMode (tested), for LoRA if q, k or v are among the targets.
+    A test compares the result with torch's FlopCounterMode. They are equal for full training, and for LoRA if q, k or v is among
+    the targets.
 
     Args:
         config: shape of the model.
@@ -268,7 +270,7 @@ def llama_flops_per_token(
     spared = sum(2 * shapes[name][0] * shapes[name][1] for name in entry)
     spared += sum(2 * lora_rank * shapes[name][0] for name in entry if name in targets)
     forward = linear + attention + adapters
-    # Backward pass: one product for each frozen weight, and two for each product of attention and of the adapters.
+    # The backward pass has one product for each frozen weight, and two for each matrix product of attention and of the adapters.
     return ModelFlops(forward, forward + linear + 2 * (attention + adapters) - spared)
 
 
@@ -328,7 +330,7 @@ def local_llama(data_source: str) -> Path | None:
 
 
 def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
-    """Check that a folder contains a complete Llama: the configuration, all shards, and all tensors with the right shapes.
+    """Check that a folder contains a complete Llama: its configuration, all shards, and all tensors with the right shapes.
 
     Only the headers of the weight files are read.
 
@@ -450,12 +452,12 @@ def _from_hub(name: str) -> Path:
 
 
 def _download(name: str, work: Path) -> None:
-    """Download the list of a model's files, then the JSON files (configuration, tokenizer) and the safetensors files."""
+    """Download a model: first its list of files, then the JSON files (configuration, tokenizer) and the safetensors files."""
     listing = work / "listing"
     try:
         download(f"{hub_endpoint()}/api/models/{name}", listing)
     except DataUnavailable as error:
-        # These status codes concern this model. Other errors are network errors.
+        # These status codes mean that the hub refuses this model. Other errors are network errors.
         if getattr(error.__cause__, "code", None) not in (401, 403, 404):
             raise
         raise DataUnavailable(

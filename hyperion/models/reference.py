@@ -1,4 +1,4 @@
-"""The three reference models of chapter 1.2: ResNet-50 and ViT-B/16 as torchvision builds them, and a plain encoder.
+"""The three reference models of chapter 1.2: torchvision's ResNet-50 and ViT-B/16, and PyTorch's TransformerEncoder.
 
 Shape suffixes: B batch, C channels, Y rows, X columns, T positions of a sequence, D width, K classes.
 
@@ -19,7 +19,7 @@ from hyperion.compat import import_torchvision
 from hyperion.errors import HyperionError
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
 
-HEAD_WIDTH = 64  # features of one attention head, in ViT-B/16 and in the encoder
+HEAD_WIDTH = 64  # number of features of an attention head, in ViT-B/16 and in the encoder
 PATCH = 16  # height and width of a patch of the ViT in pixels
 _BOTTLENECKS = (3, 4, 6, 3)
 _EXPANSION = 4  # the last convolution of a bottleneck block has 4 · 64 · 2^stage channels, for every width
@@ -36,7 +36,7 @@ class _Reference(ABC):
     parameter_count: int
 
     def build(self) -> nn.Module:
-        """Build the model on torch's default device, with weights from torch's random generator.
+        """Build the model on torch's default device. Its weights are drawn from torch's default random generator.
 
         Raises:
             HyperionError: torchvision is missing or broken, or the number of parameters of the model is not
@@ -128,7 +128,7 @@ class ResNet50(_Classifier):
 
     @property
     def activations(self) -> int:
-        """Number of elements per image that the convolutions write in the forward pass."""
+        """Number of output elements of all convolutions in the forward pass, per image."""
         return sum(out * side**2 for _, out, _, side in self._convolutions())
 
     @property
@@ -137,7 +137,7 @@ class ResNet50(_Classifier):
 
     def _convolutions(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (input channels, output channels, kernel size, output size) of every convolution, the stem first."""
-        # The stem has stride 2, and the max-pool after it has stride 2 again.
+        # The image is reduced twice by a factor of 2: the stem has stride 2, and so has the max-pool after it.
         yield 3, 64, 7, self.image_size // 2
         channels, side = 64, self.image_size // 4
         for stage, blocks in enumerate(_BOTTLENECKS):
@@ -189,7 +189,7 @@ class VisionTransformer(_Classifier):
     def layout(self) -> Layout:
         """Return the names of the patch projection, the blocks, the norm and the classifier.
 
-        The class token and the position embedding are parameters outside of these modules.
+        The class token and the position embedding are parameters of the model itself and belong to none of these modules.
         """
         blocks = tuple(f"encoder.layers.encoder_layer_{i}" for i in range(self.layers))
         return Layout(stem=("conv_proj",), blocks=blocks, head=("encoder.ln", "heads"))
@@ -223,7 +223,7 @@ class VisionTransformer(_Classifier):
 
     @property
     def activations(self) -> int:
-        """Number of elements per image that matrix products write in the forward pass.
+        """Number of output elements of all matrix products in the forward pass, per image.
 
         The number includes the patch projection, and the projections of each block: query, key, value, the output of
         attention (D each) and the MLP (4 D + D, and another D for the sum).
@@ -288,12 +288,12 @@ class Encoder(_Reference):
         The gradient with respect to the input of the model is not computed and not counted.
         """
         forward = _block_flops(self.width, self.layers, self.positions)
-        # 6·T·D² FLOPs: the input gradients of query, key and value of the first block are not needed.
+        # Subtract 6·T·D² FLOPs, because the input gradients of query, key and value of the first block are not needed.
         return ModelFlops(forward, 3 * forward - 6 * self.positions * self.width**2)
 
     @property
     def activations(self) -> int:
-        """Number of elements per sequence that the projections of the blocks write in the forward pass."""
+        """Number of output elements of all projections of the blocks in the forward pass, per sequence."""
         return 10 * self.layers * self.positions * self.width
 
 

@@ -28,7 +28,7 @@ def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm, and a shortcut that adds the input to their result.
 
-    If the shape changes, the shortcut contains a 1x1 convolution.
+    If the block changes the number of channels or the image size, the shortcut contains a 1x1 convolution with BatchNorm.
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int):
@@ -124,9 +124,9 @@ def flops_per_image(num_classes: int = 10, width: int = 64, image_size: int = IM
     first = 2 * 9 * 3 * width * image_size**2
     forward, side = first, image_size
     for channels_in, channels_out, stride in block_shapes(width):
-        side = -(-side // stride)  # rounded up, because the convolution has padding 1
+        side = -(-side // stride)  # the size is rounded up, because the convolution has padding 1
         shortcut = channels_in if stride != 1 or channels_in != channels_out else 0
         forward += 2 * side**2 * channels_out * (9 * channels_in + 9 * channels_out + shortcut)
     forward += 2 * 8 * width * num_classes
-    # Three products for each convolution, without the gradient of the image.
+    # Each convolution has three products: forward, input gradient and weight gradient. The gradient of the image is not computed.
     return ModelFlops(forward, 3 * forward - first)

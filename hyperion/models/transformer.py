@@ -5,8 +5,9 @@ tokens of a batch or of one chunk of it; L is the number of layers.
 
 The model consists of token embeddings and learned position embeddings, L pre-norm blocks, a final LayerNorm, and a head
 that shares the token embedding's weight. A block adds causal self-attention, then a GELU MLP, to the residual stream.
-Dropout is at the same places as in GPT-2, except that attention has none, so that fused attention kernels can be used.
-`gpt2_124m` has GPT-2's 124,439,808 parameters and computes the same logits as `transformers.GPT2LMHeadModel` (tested).
+Dropout is at the same places as in GPT-2, with one exception: there is no dropout inside attention, so that fused attention
+kernels can be used. `gpt2_124m` has GPT-2's 124,439,808 parameters and computes the same logits as `transformers.GPT2LMHeadModel`
+(tested).
 """
 
 import math
@@ -23,8 +24,8 @@ from hyperion.kernels import block_gradients
 from hyperion.kernels.token_loss import token_loss
 from hyperion.models.layout import Layout, ModelFlops
 
-# Largest number of tokens whose logits exist at once, in training and in evaluation. In training these logits take 6.6 GB in
-# bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks take no additional time.
+# Maximum number of tokens whose logits are in memory at once, in training and in evaluation. In training these logits take 6.6 GB
+# in bfloat16 at V = 50257. In evaluation nothing is recomputed, so smaller chunks take no additional time.
 LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
 
 
@@ -110,8 +111,8 @@ class TransformerLM(nn.Module):
 
     Args:
         config: shape of the model.
-        loss_chunk_tokens: if a batch has more tokens, the training loss is computed in chunks of this size, and the backward
-            pass recomputes the logits of each chunk.
+        loss_chunk_tokens: maximum number of tokens whose training loss is computed at once. The loss of a larger batch is
+            computed in chunks of this size, and the backward pass recomputes the logits of each chunk.
     """
 
     def __init__(self, config: TransformerConfig, loss_chunk_tokens: int = LOSS_CHUNK_TOKENS):
@@ -128,8 +129,8 @@ class TransformerLM(nn.Module):
     def initialize(self) -> None:
         """Initialise as GPT-2 does: weights are normal with standard deviation 0.02, biases are zero.
 
-        The 2 L layers that write to the residual stream have the standard deviation 0.02 / sqrt(2 L), so that the variance
-        of the residual stream does not grow with depth.
+        The outputs of 2 L layers are added to the residual stream. The weights of these layers have the standard deviation 0.02 /
+        sqrt(2 L), so that the variance of the residual stream does not grow with depth.
         """
         blocks = [module for module in self.modules() if isinstance(module, TransformerBlock)]
         # Each block adds two terms to the residual stream, 2·L in total. Their variances add up.
@@ -173,7 +174,8 @@ class TransformerLM(nn.Module):
         if targets_BT is None:
             # The head has no weight of its own, as in GPT-2.
             return F.linear(x_BTD, self.token_embedding.weight)
-        # FSDP2 puts hooks on the output. A view would lose them if a caller modified it in place, so return a copy.
+        # Return a copy and not a view. FSDP2 puts hooks on the output, and a view would lose them if a caller modified it in
+        # place.
         return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT).clone()
 
     def _nll(self, x_MD: Tensor, targets_M: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ class TransformerLM(nn.Module):
         size = self.loss_chunk_tokens if torch.is_grad_enabled() else EVALUATED_TOKENS
         chunks = list(zip(x_MD.split(size), targets_M.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
-            # With one chunk, a recomputation would need as much memory as the saved logits.
+            # With one chunk, do not recompute, because a recomputation would need as much memory as the saved logits.
             return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
         # preserve_rng_state=False: the loss uses no random numbers, and the state of a generator cannot be read during the
         # capture of a CUDA graph.
@@ -239,14 +241,15 @@ class TransformerBlock(nn.Module):
         self.mlp = FeedForward(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # The two layers that write to the residual stream.
+        # The outputs of these two layers are added to the residual stream.
         last = self.attention.output, self.mlp.down
         # The backward kernel of the norm computes the gradient of a bias as a sum over tokens. With dropout, this sum is wrong.
         plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
         detached = plain and block_gradients.applies_to(x_BTD)
         x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
         x_BTD = x_BTD + _dropout(self.attention(normed_BTD, detached), self.dropout, self.training)
-        # Both biases get their gradients in the backward pass of this norm, so the layers above and below use them detached.
+        # The backward pass of this norm computes the gradients of both biases. So the layers before and after the norm use them
+        # detached.
         x_BTD, normed_BTD = self.mlp_norm.fork(x_BTD, *[layer.bias for layer in last if detached])
         return x_BTD + _dropout(self.mlp(normed_BTD, detached), self.dropout, self.training)
 
@@ -274,7 +277,8 @@ class CausalSelfAttention(nn.Module):
         """Return the attention output [B, T, D].
 
         Args:
-            detached_bias: detach the bias of the output layer, because `LayerNorm.fork` computes its gradient.
+            detached_bias: whether to detach the bias of the output layer, because `LayerNorm.fork` computes the gradient of this
+                bias.
         """
         layers = self.query, self.key, self.value
         if torch.compiler.is_compiling() and all(type(layer) is nn.Linear for layer in layers):
@@ -286,7 +290,7 @@ class CausalSelfAttention(nn.Module):
         else:
             projected = (layer(x_BTD) for layer in layers)
         q_BNTH, k_BNTH, v_BNTH = (part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected)
-        # is_causal instead of a mask tensor, which some fused kernels do not accept.
+        # Use is_causal instead of a mask tensor, because some fused kernels do not accept a mask.
         y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
         y_BTD = y_BNTH.transpose(1, 2).flatten(-2)
         return block_gradients.projection(y_BTD, self.output) if detached_bias else self.output(y_BTD)
@@ -299,13 +303,13 @@ class LayerNorm(nn.LayerNorm):
         return block_gradients.layer_norm(x_BTD, self)
 
     def fork(self, x_BTD: Tensor, *biases_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x for the residual stream, and LayerNorm(x) for attention or the MLP.
+        """Return the pair (x, LayerNorm(x)): x for the residual stream, and LayerNorm(x) for attention or the MLP.
 
         Args:
             x_BTD: residual stream before the norm.
-            biases_D: no arguments, or two biases. The first is the bias of the layer whose output was added to x before the norm,
-                the second that of the layer whose output is added to x after the norm. The backward pass of this norm computes
-                the gradients of both.
+            biases_D: no arguments, or two biases. The first one is the bias of the layer whose output was added to x before the
+                norm. The second one is the bias of the layer whose output is added to x after the norm. The backward pass of this
+                norm computes the gradients of both biases.
         """
         # The two layers use these biases detached, so the gradients of the biases are computed only here.
         if biases_D or block_gradients.applies_to(x_BTD):
@@ -325,7 +329,8 @@ class FeedForward(nn.Module):
         """Return the MLP output [B, T, D].
 
         Args:
-            detached_bias: detach the bias of the last layer, because `LayerNorm.fork` computes its gradient.
+            detached_bias: whether to detach the bias of the last layer, because `LayerNorm.fork` computes the gradient of this
+                bias.
         """
         if type(self.up) is nn.Linear and block_gradients.applies_to(x_BTD):
             hidden_BTE = block_gradients.gelu_projection(x_BTD, self.up)
@@ -335,5 +340,5 @@ class FeedForward(nn.Module):
 
 
 def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    # F.dropout draws random numbers even for a probability of 0.
+    # Skip F.dropout for a probability of 0, because it draws random numbers even then.
     return F.dropout(x, probability) if probability and training else x

@@ -86,9 +86,10 @@ def _checkpoint_block(block: nn.Module, policy: str, selective: bool, compiled: 
 
 
 def frozen_statistics(block: nn.Module) -> Contexts:
-    """Return two context managers, for `context_fn` of torch.utils.checkpoint: for the forward pass and for the recomputation.
+    """Return the context managers for the forward pass and for the recomputation of a block with BatchNorm.
 
-    Without them, the recomputation would add the same batch to the running statistics of BatchNorm a second time.
+    They have the form that the argument `context_fn` of torch.utils.checkpoint requires. Without them, the recomputation would
+    add the same batch to the running statistics of BatchNorm a second time.
     """
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     return contextlib.nullcontext(), _without_momentum(norms)
@@ -144,14 +145,14 @@ def _compare(block: nn.Module, policy: str, forward: Callable, checkpointed: Cal
             recomputed = _gradients(block, checkpointed, args, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # raised by torch for some in-place operations, and for tensors with other shapes
+        except RuntimeError as error:  # raised by torch after some in-place operations, and if shapes differ
             raise _refusal(block, f"checkpointing {policy!r} cannot recompute a block: {error}") from error
     if not plain or not all(bool(tensor.isfinite().all()) for tensor in plain.values()):
         return False
     half = torch.is_autocast_enabled(tensors[0].device.type) or any(t.element_size() < 4 for t in plain.values())
     tolerance = _TOLERANCE_16_BIT if half else _TOLERANCE
     norms = {name: float(tensor.double().norm()) for name, tensor in plain.items()}
-    # The relative error of a gradient that is zero except for rounding has no meaning. Use at least this norm instead.
+    # If a gradient is zero except for rounding, its relative error has no meaning. Therefore divide by at least this norm.
     smallest = 1e-2 * max(norms.values())
     for name, tensor in plain.items():
         difference = float((recomputed[name].double() - tensor.double()).norm()) if name in recomputed else norms[name]

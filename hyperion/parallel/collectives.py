@@ -126,9 +126,10 @@ def average_statistics(model: nn.Module) -> None:
     """Replace the running means and variances of BatchNorm by their averages over all ranks. All ranks must call this function.
 
     Call it before the statistics are used or saved. A running statistic is a weighted sum over batches. Therefore, calling
-    this function earlier or more often changes the result only by rounding. The result differs from that of one device
-    with the whole batch. As always with DDP, each rank normalises by the statistics of its own part of the batch, so the
-    average does not contain the variance between the parts.
+    this function earlier or more often changes the result only by rounding.
+
+    The averages differ from the statistics of a single device that gets the whole batch. With DDP, each rank normalises by the
+    statistics of its own part of the batch. Therefore the average does not contain the variance between the parts.
     """
     if (ranks := ranks_of(model)) == 1:
         return

@@ -314,9 +314,10 @@ def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
 
 
 def _call_s(function: Callable[[], object], device: Device) -> float:
-    """Return the time in seconds of the fastest of a few calls, because other processes may slow down some of them.
+    """Time a few calls, and return the time of the fastest call in seconds.
 
-    The first call is not timed, because it loads libraries and allocates memory.
+    The minimum is used, because other processes may slow down some calls. The first call is not timed, because it loads libraries
+    and allocates memory.
     """
     synchronize = (lambda: None) if device.kind == "cpu" else lambda: torch.cuda.synchronize(device.torch_device)
     function()

@@ -259,9 +259,9 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
 
 
 def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devices: int) -> None:
-    """Check that the results for the floors agree with the rows.
+    """Check that the results for the floors agree with the rows of the passport.
 
-    Also check that each floor from a known source has the value stated by the source.
+    If a floor has a source that Hyperion knows, also check that the floor has the value that this source states.
     """
     expected, unknown = floors_for(device, devices)
     _require(

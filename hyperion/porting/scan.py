@@ -1,8 +1,8 @@
-"""Scan source code for constructs that tie it to CUDA, and grade the work that each of them requires in a port to ROCm.
+"""Find constructs that tie source code to CUDA, and grade how much work each of them needs in a port to ROCm.
 
-The rules are data (`rules.toml`): regular expressions for single lines. This module decides which text is searched. It removes
-comments with the lexers of Pygments, and in Python also docstrings and text that is only printed, logged or raised. CUDA source
-in a Python string is searched with the C++ rules.
+The rules are regular expressions for single lines, stored in `rules.toml`. This module decides which text is searched. It removes
+comments with the lexers of Pygments. In Python, it also removes docstrings and text that is only printed, logged or raised. CUDA
+source in a Python string is searched with the C++ rules.
 """
 
 import ast

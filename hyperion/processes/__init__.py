@@ -1,7 +1,8 @@
-"""Processes: jobs in fresh worker processes, ranks under torchrun, process groups, and hang detection.
+"""Run jobs in fresh worker processes and on ranks under torchrun, create process groups, and detect hangs.
 
-Names that need torch are imported at first use, so that a launcher and a plain worker start without torch. No submodule may
-have the same name as a function of this package, because importing the submodule would replace the function.
+Names that need torch are imported at their first use, so that a launcher or a worker without ranks starts without importing
+torch. No submodule may have the same name as a function of this package, because importing the submodule would replace the
+function.
 """
 
 from typing import TYPE_CHECKING

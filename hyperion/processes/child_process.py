@@ -1,4 +1,4 @@
-"""Child processes: start them, pass the environment to them, and end them when the process that started them ends."""
+"""Start child processes with a suitable environment, and end them when the process that started them ends."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-# Seconds between SIGTERM and SIGKILL, in which a process can save its state.
+# Number of seconds between SIGTERM and SIGKILL. In this time, a process can save its state.
 GRACE_S = 30.0
 # Environment variable with the numbers of the CPU cores that a process and its children use, such as "0,1,2". It is set when
 # several notebooks run at the same time.
@@ -43,7 +43,7 @@ TORCHRUN_VARIABLES = (
 # Prefix of variables that set defaults for torchrun's options (PET_NNODES …). They are meant for another call of torchrun, so
 # child processes do not inherit them.
 _TORCHRUN_OPTIONS = "PET_"
-# Option of prctl(2): send this process a signal when its parent ends.
+# PR_SET_PDEATHSIG, an option of prctl(2): send this process a signal when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
@@ -61,7 +61,8 @@ def child_environment() -> dict[str, str]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_OPTIONS)
     }
     path = os.pathsep.join([package_parent, *filter(None, [inherited.get("PYTHONPATH")])])
-    # Unbuffered, so that the launcher sees each line as soon as it is printed. By default, Python buffers output to a pipe.
+    # Switch off output buffers, so that the launcher sees each line as soon as it is printed. By default, Python buffers output
+    # to a pipe.
     return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
@@ -116,7 +117,7 @@ def die_with(launcher: int) -> None:
 
 
 def do_not_outlive(launcher: int) -> None:
-    """Kill this process `GRACE_S` seconds after its launcher has ended.
+    """Start a thread that kills this process `GRACE_S` seconds after its launcher has ended.
 
     This ends the process even if it handles SIGTERM and waits for ranks that have died.
     """
@@ -124,7 +125,7 @@ def do_not_outlive(launcher: int) -> None:
     def watch() -> None:
         while not has_ended(launcher):
             time.sleep(_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)  # `die_with` does this on Linux only
+        os.kill(os.getpid(), signal.SIGTERM)  # send SIGTERM here, because `die_with` requests it on Linux only
         time.sleep(GRACE_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -143,10 +144,10 @@ def pin_to_cores() -> None:
 
 @contextlib.contextmanager
 def imports_only() -> Iterator[None]:
-    """Pause the garbage collector in a block that does nothing but import.
+    """Context manager that pauses the garbage collector. Its block should only import modules.
 
-    Importing torch creates half a million objects that live until the process ends. To search them again and again takes up to a
-    third of the processor time of the import.
+    Importing torch creates half a million objects that live until the process ends. Without the pause, the garbage collector
+    searches these objects again and again, which takes up to a third of the processor time of the import.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -175,7 +176,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def descendants(leader: int) -> list[psutil.Process]:
-    """Return all descendants of a session's leader, and the other processes of the session, whose parents have ended."""
+    """Return all descendants of a session's leader. Also return other processes of the session, whose parents have ended."""
     found: set[psutil.Process] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         found.update(psutil.Process(leader).children(recursive=True))
@@ -192,8 +193,8 @@ def kill_session(leader: int, ours: bool) -> None:
 
     Args:
         leader: process ID of the leader.
-        ours: True if the process with this ID is still the process that the caller started. If False, the signal is sent only
-            if no process has this ID, because Linux reuses the ID only when the session is empty.
+        ours: True if the process with this ID is still the process that the caller started. If False and a process has this ID,
+            no signal is sent: Linux reuses an ID only when the session of this ID is empty.
     """
     if ours or not psutil.pid_exists(leader):
         with contextlib.suppress(ProcessLookupError):

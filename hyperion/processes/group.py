@@ -1,4 +1,4 @@
-"""Process groups: functions that initialize and destroy torch.distributed, and barriers in the store of a job.
+"""Initialize and destroy the process group of torch.distributed, and synchronize ranks with barriers in the store of a job.
 
 Without torchrun's environment variables, the process group has one rank.
 """
@@ -33,8 +33,8 @@ from hyperion.processes.this_rank import (
     world,
 )
 
-ENVIRONMENT = "env://"  # torch's name of the rendezvous at MASTER_ADDR and MASTER_PORT
-# Time limit in seconds for destroying a group after an error. After that, the group remains until the process ends.
+ENVIRONMENT = "env://"  # torch's init method in which the ranks meet at MASTER_ADDR and MASTER_PORT
+# Time limit in seconds for destroying a group after an error. If the limit is exceeded, the group remains until the process ends.
 _ABANDON_S = 5.0
 # _CONNECT_S: time limit for connecting to the job's store. _POLL_S: polling interval of a barrier.
 _CONNECT_S = 30.0
@@ -53,9 +53,10 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None, init_met
         timeout_s: seconds that a rank waits for the other ranks, at the start and in every collective.
         backend: "nccl" or "gloo". With gloo, the ranks compute on the CPU even if there are GPUs. None selects nccl if there are
             GPUs, else gloo.
-        init_method: where the ranks meet. "env://": at MASTER_ADDR and MASTER_PORT. "file:///path": in a file on a disk that all
-            ranks share. It must be another file for each job, because ranks that find the keys of an earlier job do not meet.
-            A launcher then sets only RANK, WORLD_SIZE and LOCAL_RANK. A `StoreBarrier` needs the address.
+        init_method: where the ranks find each other. With "env://", they meet at MASTER_ADDR and MASTER_PORT. With
+            "file:///path", they meet through a file on a disk that all ranks share, and the launcher sets only RANK, WORLD_SIZE
+            and LOCAL_RANK. Each job needs a new file, because ranks that find the keys of an earlier job do not meet. A
+            `StoreBarrier` works only with "env://".
 
     Raises:
         GroupError: a process group already exists, torchrun's variables are incomplete, this node has more ranks than GPUs,
@@ -87,7 +88,7 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None, init_met
 
 
 class StoreBarrier:
-    """Barriers for the ranks of a job, in the job's store. Use each name for one barrier only.
+    """Barriers for the ranks of a job. They use counters in the job's store. Use each name for one barrier only.
 
     NCCL's barrier is a kernel that spins on every GPU until all ranks arrive, which disturbs measurements on other ranks. In a
     StoreBarrier, a waiting rank sleeps.
@@ -163,7 +164,7 @@ def _initialize(info: RankInfo | None, backend: str, device: torch.device, timeo
             device_id=None if device.type == "cpu" else device,
         )
     except RuntimeError as error:
-        # The store in a file raises a plain RuntimeError.
+        # A store in a file raises a plain RuntimeError after a timeout.
         if not isinstance(error, dist.DistStoreError | dist.DistNetworkError) and "Wait timeout" not in str(error):
             raise
         address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"

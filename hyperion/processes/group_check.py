@@ -1,4 +1,7 @@
-"""A check by value of the collectives of a process group. Ranks import this module only, so that they start fast."""
+"""Check that the collectives of a process group return the right values.
+
+The check has its own module, so that ranks import little and start fast.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ def check_on_rank() -> dict[str, bool | str]:
     """Run an all-reduce, an all-gather and a broadcast on this rank. Every rank must call this.
 
     Returns:
-        'right': whether every value on this rank is right. 'backend': the backend of the group.
+        A dict with 'right', which is True if every value on this rank is right, and 'backend', the backend of the group.
     """
     here = world()
     mine = torch.full((1000,), here.rank + 1.0, device=here.device.torch_device)

@@ -28,7 +28,7 @@ _STACKS_S, _EXIT_S = 2.0, 5.0
 _FRAMES = 4
 # If a frame of the main thread contains one of these strings, the rank is waiting for other ranks.
 _WAITING = ("/torch/distributed/", "/torch/cuda/", "in wait_for_peers\n")
-# Larger than any number of collectives, so that a rank that has finished is never behind.
+# Number of collectives that a finished rank reports. It is so large that a finished rank is never behind.
 _FINISHED = 2**62
 # Number of `roll_call` blocks so far. It is part of the prefix in the store, so that a block does not see the progress of an
 # earlier one.
@@ -57,7 +57,7 @@ class RankProgress:
 
     @property
     def reached(self) -> str:
-        """Text with the number and the name of the last collective that the rank has entered."""
+        """Description of the rank's progress, with the number and the name of the last collective that it has entered."""
         if self.steps == _FINISHED:
             return "the end of the work"
         return f"collective {self.steps} ({self.operation})" if self.steps else "none"
@@ -80,10 +80,10 @@ class RollCall:
 
 
 def wait_for_peers(call: Callable[[], object]) -> None:
-    """Call a function that waits for other ranks, such as torch's `Work.wait` or a blocking function of MPI.
+    """Call a function that waits for other ranks, and make the wait visible in the Python stack.
 
-    The name of this function in a Python stack shows that the rank is waiting. The called functions are written in C or C++ and
-    have no frame in the Python stack.
+    Use it for functions such as torch's `Work.wait` or a blocking function of MPI. They are written in C or C++ and have no frame
+    in the Python stack. The frame of `wait_for_peers` shows that the rank is waiting.
     """
     call()
 
@@ -94,9 +94,9 @@ def roll_call(timeout_s: float) -> Iterator[RollCall]:
 
     If no rank makes progress for `timeout_s` seconds, a report names the ranks that are behind, and the job ends. A rank is
     behind if it has entered fewer collectives than other ranks. If all ranks have entered the same number, a rank that does not
-    respond is behind: it is stopped, or C++ code holds the interpreter's lock. If all ranks respond, a rank whose main thread
-    does not wait while other ranks wait is behind. The rank that is behind prints the report and exits with `EXIT_CODE`. The
-    other ranks exit after it.
+    respond is behind. It does not respond if it is stopped, or if C++ code holds the interpreter's lock. If all ranks respond, a
+    rank whose main thread does not wait while other ranks wait is behind. The rank that is behind prints the report and exits
+    with `EXIT_CODE`. The other ranks exit after it.
     """
     global _blocks
     _blocks += 1
@@ -125,7 +125,8 @@ def _watch(counter: RollCall, here: World, store: Store, timeout_s: float, done:
     try:
         _follow(counter, here, store, timeout_s, done)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        # The launcher runs the server of the store. If it is gone, the job is ending, and another process reports why.
+        # The server of the store runs in the launcher. If the store is gone, the job is ending, and another process reports the
+        # reason.
         print(f"rank {here.rank}: hang detection ends, the job's store does not respond: {error}", file=sys.stderr)
 
 
@@ -199,7 +200,7 @@ def _exit(here: World, ranks: list[RankProgress], hung_s: float, done: threading
     behind = ranks_behind(ranks)
     first = min(behind or range(here.size))
     if here.rank not in behind and here.rank != first and done.wait(_EXIT_S):
-        return  # the main thread continued: its collective failed, or the other rank made progress meanwhile
+        return  # the main thread has continued, because its collective failed or the other rank made progress
     print(hang_report(ranks, hung_s), file=sys.stderr)
     sys.stderr.flush()
     sys.stdout.flush()

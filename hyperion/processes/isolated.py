@@ -1,4 +1,4 @@
-"""Run functions in a process of their own, which is replaced after a crash or a timeout."""
+"""Run functions in a separate process. After a crash or a timeout, a new process replaces it."""
 
 import os
 import sys
@@ -18,17 +18,18 @@ _START_S = 300.0  # time limit for the start of the process and its imports
 
 
 class IsolatedError(HyperionError):
-    """The process of a function crashed, or the function did not end in time."""
+    """Raised if the separate process crashed, or if a function did not end in time."""
 
 
 class IsolatedProcess:
-    """Run functions one after the other in one other process, in a `with` block.
+    """Context manager that runs functions in a separate process, one after the other.
 
-    The process is started at the first call, and again after a crash or a timeout. Its output goes to a file, because packages
-    print during their import. It ends when this process ends, also if this process is killed.
+    The process is started at the first call, and again after a crash or a timeout. Its output goes to a file, because some
+    packages print while they are imported. The separate process ends when the process that started it ends, even if the latter is
+    killed.
 
     Args:
-        timeout_s: time limit of each function in seconds. The start of the process does not count.
+        timeout_s: time limit of each function in seconds. The time for starting the process is not included.
         prepare: function that the process calls before the first function.
     """
 
@@ -47,7 +48,7 @@ class IsolatedProcess:
         self._folder.cleanup()
 
     def run(self, function: Callable[[], Value]) -> Value:
-        """Return the result of a function. An error that the function raises is raised here.
+        """Run a function in the process and return its result. If the function raises an error, raise the same error here.
 
         Args:
             function: the function. It must be picklable.
@@ -67,14 +68,14 @@ class IsolatedProcess:
         raise IsolatedError(what, next_step="call the function in a process of its own to see its whole output")
 
     def start(self) -> None:
-        """Start the process, if it does not run."""
+        """Start the process if it is not running."""
         if self._pool is None:
-            context = get_context("spawn")  # a process that was forked cannot use CUDA
+            context = get_context("spawn")  # spawn, because a forked process cannot use CUDA
             self._pool = ProcessPoolExecutor(1, context, _start, (str(self._log), os.getpid(), self._prepare))
             self._pool.submit(int).result(_START_S)
 
     def _kill(self) -> None:
-        # A function that hangs never returns, so its process is killed first. There is no public name for the processes.
+        # Kill the process first, because a function that hangs never returns. The pool has no public attribute for its processes.
         assert self._pool is not None
         for process in list((self._pool._processes or {}).values()):
             process.kill()

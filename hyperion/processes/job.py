@@ -1,4 +1,4 @@
-"""Jobs: functions that run in fresh processes, each with its own memory, settings and exit code.
+"""Run functions as jobs. A job runs in a fresh process with its own memory, settings and exit code.
 
 The launcher is the process that starts the job, and the worker is the process that runs it. The launcher streams the output
 of the worker, enforces a timeout, and raises the worker's error. The worker ends when its launcher ends.
@@ -31,8 +31,8 @@ class JobError(HyperionError):
     """Raised when a worker raised an exception, was killed, or exceeded its timeout.
 
     Attributes:
-        exit_code: exit code of a command that fails with this error: that of the HyperionError that the worker raised, or 75 if
-            the worker received SIGTERM and saved its state.
+        exit_code: exit code for a command that fails with this error. It is the exit code of the HyperionError that the worker
+            raised, or 75 if the worker received SIGTERM and saved its state.
     """
 
     def __init__(self, what: str, *, where: object = None, next_step: str | None = None, exit_code: int = 2):
@@ -188,7 +188,7 @@ class OutputHandler:
 def last_lines(log: str) -> str:
     """Return the last 40 lines of a log.
 
-    Progress reports, and the C++ frames and the list of modules that a crash prints, are omitted.
+    Progress reports are omitted. The C++ frames and the list of modules that Python prints after a crash are omitted too.
     """
     noise = (_PROGRESS, "frame #", "Extension modules:")
     return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(noise)][-_LAST_LINES:])
@@ -202,8 +202,8 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
         timed_out.set()
         worker.terminate()
 
-    # Timers are needed because the loop below blocks while the worker prints nothing. SIGTERM lets the worker save its state, and
-    # SIGKILL ends it.
+    # The signals come from timers, because the loop below blocks while the worker prints nothing. After SIGTERM the worker can
+    # save its state. SIGKILL ends it.
     timers = [threading.Timer(timeout_s, on_timeout), threading.Timer(timeout_s + GRACE_S, worker.kill)]
     for timer in timers:
         timer.daemon = True
@@ -219,7 +219,7 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
 
 
 def _end(worker: subprocess.Popen[str]) -> None:
-    """End the worker if it is still running, for example because the launcher was interrupted.
+    """End the worker if it is still running. This happens, for example, if the launcher was interrupted.
 
     The worker has `GRACE_S` seconds to save its state.
     """
@@ -241,7 +241,7 @@ def _worker_error(answer: Path, code: int) -> JobError:
 
 
 def _exit_error(job: Job, worker: subprocess.Popen[str], lines: list[str]) -> JobError:
-    """Return the error for a worker that wrote no answer, with its exit code or signal and the last lines of its log."""
+    """Return the error for a worker that wrote no answer. It contains the exit code or signal, and the last lines of the log."""
     code = worker.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     remedy = KILLED_REMEDY if code == -signal.SIGKILL else "read the traceback above"

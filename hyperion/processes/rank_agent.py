@@ -1,6 +1,6 @@
 """The rank agent runs torchrun or mpirun on one node: `python -m hyperion.processes.rank_agent FOLDER`.
 
-It calls torch.distributed.run, or starts mpirun, and adds three things:
+The agent calls torch.distributed.run, or starts mpirun. In addition, it does three things:
 
 - When its launcher ends, the agent ends too, and no process of the job remains.
 - If the module of the job cannot be found, the agent reports an error before it starts any rank.
@@ -62,7 +62,7 @@ def main(folder: str) -> None:
     finally:
         ranks.end()
         if has_ended(request["launcher"]):
-            shutil.rmtree(folder, ignore_errors=True)  # the launcher has ended and cannot remove the folder
+            shutil.rmtree(folder, ignore_errors=True)  # remove the folder here, because the launcher has ended
 
 
 def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
@@ -78,11 +78,11 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
-        # torchrun records the times in whole seconds.
+        # The times at which ranks failed are in whole seconds, because torchrun records no fractions.
         ends = {rank: {"code": end.exitcode, "time": end.timestamp} for rank, end in failed.failures.items()}
         write_json(files.ends, {"ends": ends})
         sys.exit(1)
-    except SignalException:  # torchrun received SIGTERM and ended the ranks, some of them with SIGKILL. No rank failed.
+    except SignalException:  # torchrun got SIGTERM and ended the ranks, some with SIGKILL; no rank failed
         raise
     except Exception:
         write_json(files.ends, {"ends": ranks.exit_codes()})
@@ -90,7 +90,7 @@ def _run(command: list[str], files: JobFolder, ranks: "_Ranks") -> None:
 
 
 def _run_mpirun(request: dict, files: JobFolder, ranks: "_Ranks") -> None:
-    """Start the ranks with mpirun, and wait for its end."""
+    """Start the ranks with mpirun, and wait until mpirun ends."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, but not in __all__
 
     # The ranks find each other through a store in this process, as under torchrun. With port 0, the system chooses a free port.
@@ -130,10 +130,9 @@ class _Ranks:
         return process
 
     def exit_codes(self) -> dict[int, dict]:
-        """Return the exit codes of the ranks that ended without a signal from torchrun.
+        """Return the exit codes of the ranks that ended by themselves, and not because torchrun sent SIGTERM.
 
-        This is used if torchrun raises an error before it reports the exit codes. Ranks that were ended by SIGTERM are omitted,
-        because torchrun ended them.
+        This method is used if torchrun raises an error before it reports the exit codes.
         """
         codes = {rank: handle.poll() for rank, handle in self._handles.items()}
         return {rank: {"code": code} for rank, code in codes.items() if code not in (None, -signal.SIGTERM)}
@@ -144,7 +143,7 @@ class _Ranks:
         torchrun usually ends its ranks itself, but a second signal interrupts it. When a launcher with several threads is killed,
         Linux sends one SIGTERM per thread. The second SIGTERM ends torchrun while the ranks are still saving their state.
         """
-        # Another SIGTERM must not interrupt the clean-up.
+        # Ignore further SIGTERMs, because they must not interrupt the clean-up.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         alive = [rank for rank in self.processes if is_alive(rank)]
         for rank in alive:
@@ -188,7 +187,7 @@ def require_module(module: str) -> None:
     """Raise a HyperionError if the module cannot be found, without importing it. The ranks import it."""
     try:
         found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that contains the module is missing
+    except ModuleNotFoundError:  # raised if the package that contains the module is missing
         found = False
     if not found:
         raise HyperionError(

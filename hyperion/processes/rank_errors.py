@@ -48,7 +48,7 @@ class RankError(JobError):
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended.
+    """Exit of a rank: the result or error that it wrote, and its exit code.
 
     Args:
         rank: number of the rank.
@@ -84,14 +84,14 @@ def first_failure(exits: list[RankExit]) -> RankExit | None:
 
 
 def _cause_order(end: RankExit) -> tuple[int, bool, float]:
-    """Return a sort key that puts the most likely root cause first. Equally likely causes are ordered by time."""
+    """Return a sort key that puts the most likely root-cause rank first. Equally likely causes are ordered by time."""
     if end.error:
         # From the most to the least likely cause: 0 signal, 1 exception or abort, 2 saved its state after SIGTERM, 3 lost its
         # peers, 4 ended by torchrun.
         likelihood = 3 if end.error["lost_peer"] else 2 if end.error["exit_code"] == INTERRUPTED else 1
         return likelihood, False, end.error["time"]
     code = end.code or 0
-    if code == -signal.SIGTERM:  # torchrun ends the other ranks with SIGTERM
+    if code == -signal.SIGTERM:  # ended by torchrun, which sends SIGTERM to the other ranks after a failure
         return 4, not end.failed_first, end.time
     # NCCL's watchdog aborts a rank whose collective timed out. The abort is the root cause only if no other failure happened
     # earlier or in the same second.
@@ -216,7 +216,8 @@ def collective_timeout_error(job: Job, error: RankError, stacks: list[RankStack]
         error: error of the rank whose collective timed out.
         stacks: stack of every rank at the time of the timeout.
     """
-    # The rank whose collective timed out wrote an error and no waiting stack, but it did join the collective.
+    # Treat the rank whose collective timed out as waiting. It wrote an error and no waiting stack, but it did join the
+    # collective.
     stacks = [replace(stack, waiting=True) if stack.rank == error.rank else stack for stack in stacks]
     missing = missing_rank(stacks)
     first = (

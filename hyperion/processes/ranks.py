@@ -37,7 +37,7 @@ from hyperion.processes.rank_errors import (
 from hyperion.processes.this_rank import more_ranks_than_devices
 from hyperion.results.files import write_atomically
 
-# Exit code that shells report for a process ended by SIGTERM.
+# Exit code of a process that SIGTERM ended, as shells report it (128 + 15).
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _PROBE_S = 2.0
 _POLL_S = 0.1
@@ -79,7 +79,7 @@ def run_ranks(
         folder = Path(temporary)
         logs = folder / "logs" if log_folder is None else log_folder.resolve()
         logs.mkdir(parents=True, exist_ok=True)
-        # An earlier job in this folder may have had more ranks.
+        # Remove the logs of an earlier job in this folder, because it may have had more ranks.
         for earlier in logs.glob("rank-*.log"):
             earlier.unlink()
         torchrun = Torchrun(job, folder, logs, OutputHandler(on_line, on_progress))
@@ -102,7 +102,7 @@ def run_ranks(
 
 
 class Torchrun:
-    """torchrun as a subprocess in its own session.
+    """A torchrun process that runs as a subprocess in its own session.
 
     Args:
         job: the job that torchrun starts.
@@ -141,7 +141,7 @@ class Torchrun:
             )
 
     def follow(self, timeout_s: float) -> bool:
-        """Handle the output of rank 0 until torchrun ends. Return True if it is still running after `timeout_s` seconds."""
+        """Handle the output of rank 0 until torchrun ends. Return True if torchrun is still running after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._agent_runs():
             if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ class Torchrun:
         deadline = time.monotonic() + _STACKS_S
         while not all(map(self._stack, alive)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        time.sleep(_POLL_S)  # faulthandler writes the frames one by one, so wait for the last frames
+        time.sleep(_POLL_S)  # faulthandler writes the frames one by one, so wait until all of them are written
 
     def stacks(self) -> list[RankStack]:
         """Return the stack of each rank of this node at the time of the last SIGUSR1."""
@@ -273,7 +273,7 @@ class Torchrun:
             file.seek(self._bytes_read)
             new = file.read()
         self._bytes_read += len(new)
-        # Split bytes and not text, because the last read may end in the middle of a character.
+        # Split bytes and not decoded text, because the bytes that were read last may end in the middle of a character.
         *lines, self._partial_line = (self._partial_line + new).split(b"\n")
         for line in lines:
             self.output.handle(line.decode(errors="replace") + "\n")
@@ -309,7 +309,7 @@ def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
         if default:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if received.is_set():
-        signal.raise_signal(signal.SIGTERM)  # the ranks have ended; now SIGTERM must also end this process
+        signal.raise_signal(signal.SIGTERM)  # end this process too, now that the ranks have ended
 
 
 def _saved(torchrun: Torchrun) -> bool:
@@ -338,7 +338,8 @@ def _failure(job: Job, torchrun: Torchrun, where: str) -> RankError:
         return collective_timeout_error(job, error, torchrun.stacks()) if collective_timed_out(end, log) else error
     code = torchrun.exit_code or 0
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    # MPICH states no process that ended with an exit code. Hang detection writes the rank to the log of a rank.
+    # MPICH does not report which process ended with an exit code. If hang detection ended the job, its report is in the log of a
+    # rank, so the error contains all logs.
     logs = [torchrun_log(torchrun.logs), *sorted(torchrun.logs.glob("rank-*.log"))]
     lines = "".join(last_lines(log.read_text(errors="replace")) for log in logs)
     parent = "mpirun" if job.mpirun else "torchrun"
@@ -408,7 +409,7 @@ def _is_free(family: int, address: tuple) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # like torch, so that a port that was just closed counts as free
+        )  # set by torch too; a port that was closed recently then counts as free
         try:
             probe.bind(address)
         except OSError as error:

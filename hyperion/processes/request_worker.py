@@ -1,8 +1,7 @@
-"""Worker processes that serve requests. Each request and each reply is one line of JSON.
+"""Run worker processes that serve requests. Each request and each reply is one line of JSON.
 
-Use these workers if several processes must do their work one after the other. Between two requests, a worker waits for input and
-uses no CPU time. A worker ends when the process that started it ends. Its output goes to a log, the end of which is included in
-error messages.
+Use these workers if several processes must work in turns. Between two requests, a worker waits for input and uses no CPU time. A
+worker ends when the process that started it ends. Its output goes to a log, the end of which is included in error messages.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ class RequestWorker:
         # Answers have their own pipe. Otherwise, text that is printed before `serve_requests` starts, for example by a
         # sitecustomize module, would be read as an answer.
         answers, end = os.pipe()
-        # Unbuffered, because select does not see bytes that are already in a Python buffer.
+        # Read without a buffer, because `select` does not see bytes that are already in a Python buffer.
         self._answers = os.fdopen(answers, "rb", buffering=0)
         # The worker is the leader of a new session, so Ctrl-C reaches only this process, which then ends the worker and its child
         # processes.
@@ -68,7 +67,7 @@ class RequestWorker:
         )
         assert self._process.stdin is not None
         self._requests = self._process.stdin
-        # Close this process's copy of the write end. Otherwise, the pipe would stay open after the worker has ended.
+        # Close the write end of the pipe in this process. Otherwise, the pipe would stay open after the worker has ended.
         os.close(end)
         self.pid = self._process.pid
 
@@ -90,7 +89,7 @@ class RequestWorker:
             function: name of the function to call, a key of the argument of `serve_requests`.
             params: JSON-serializable keyword arguments of the function.
         """
-        with contextlib.suppress(BrokenPipeError):  # the worker has died, and `receive` will raise the error
+        with contextlib.suppress(BrokenPipeError):  # if the worker has died, `receive` raises the error
             self._requests.write(json.dumps([function, params]).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> dict:

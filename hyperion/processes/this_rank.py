@@ -1,4 +1,4 @@
-"""The rank and device of this process, from torchrun's environment variables and its process group.
+"""Determine the rank and the device of this process from torchrun's environment variables and the process group.
 
 torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks. Any launcher may set
 them. This module does not import torch, so that a process without a group need not load it.
@@ -46,9 +46,9 @@ class World:
     group: "dist.ProcessGroup | None" = None
 
     def alone(self) -> "World":
-        """Return a world of size 1 with its own process group, to run the same program without communication.
+        """Return a world of size 1 with its own process group. A program runs in this world without communication.
 
-        This is a collective call: every rank must make it.
+        Creating the groups is a collective operation, so every rank must call this method.
         """
         import torch.distributed as dist
 
@@ -71,10 +71,10 @@ def world() -> World:
 
     Without a process group, the rank is 0, the size is 1 and the backend is "".
     """
-    dist = sys.modules.get("torch.distributed")  # a process that has not loaded it has no group
+    dist = sys.modules.get("torch.distributed")  # without this module loaded, there is no process group
     if dist is None or not dist.is_initialized():
         return World(0, 1, 0, "", _visible_device(0))
-    # The ranks of a group that met in a file have no address.
+    # No address is needed, because the ranks of the group may have met through a file.
     info, backend = rank_info(os.environ, address=False), dist.get_backend()
     local_rank = info.local_rank if info else 0
     device = _visible_device(local_rank) if "nccl" in backend else detect_cpu(machine_facts())
@@ -86,7 +86,7 @@ def rank_info(environment: Mapping[str, str], address: bool = True) -> RankInfo 
 
     Args:
         environment: environment variables.
-        address: whether MASTER_ADDR and MASTER_PORT are needed.
+        address: whether MASTER_ADDR and MASTER_PORT must be set.
 
     Raises:
         GroupError: a variable is missing or is not a whole number, or two variables contradict each other.

@@ -1,4 +1,4 @@
-"""Main program of the processes that run jobs and notebooks: `python -m hyperion.processes.worker KIND arguments`.
+"""Main program of processes that run jobs and notebook kernels: `python -m hyperion.processes.worker KIND arguments`.
 
 job REQUEST ANSWER: run a job without ranks. REQUEST and ANSWER are files.
 rank FOLDER AGENT: run one rank of a job. torchrun or mpirun starts it; AGENT is the process ID of the rank agent.
@@ -68,7 +68,7 @@ def run_kernel(launcher: str, *arguments: str) -> None:
 
 
 def _socket_was_open(record: logging.LogRecord) -> bool:
-    """Return False for the error of a socket that was closed before its last use.
+    """Logging filter: return False for the error of a socket that ipykernel closed before its last use.
 
     While ipykernel 7 shuts down, it may flush its output after it has closed its sockets. All cells have then run, and the
     traceback that tornado logs would only alarm the reader.
@@ -83,17 +83,19 @@ def run_rank(folder: str, agent: str) -> NoReturn:
     request = read_json(files.request)
     if request["mpirun"]:
         adopt_mpi_rank()
-        # The launcher ends a rank with its child processes by their process group. If this fails, mpirun has made the group.
+        # The launcher ends a rank and its child processes through their process group, so the rank creates one. PermissionError
+        # means that mpirun has already created it.
         with contextlib.suppress(PermissionError):
             os.setsid()
     rank = int(os.environ["RANK"])
     # Redirect first, so that everything that follows is in the rank's own log.
     _redirect_output(rank_log(Path(request["logs"]), rank))
-    if not request["mpirun"]:  # the parent of the ranks is then mpirun, which ends with the agent
+    if not request["mpirun"]:  # under mpirun, the parent is mpirun, which the agent ends
         die_with(int(agent))
     do_not_outlive(int(agent))
     _dump_stack_on_signals(files.stack(rank))
-    # Publish the process ID only now, because the launcher sends SIGUSR1 to it, which would end a process without the handler.
+    # Publish the process ID only now. The launcher sends SIGUSR1 to this ID, and without the handler the signal would end the
+    # process.
     write_json(files.pid(rank), os.getpid())
     with _record_errors(files, rank):
         answer, interruption = _work(request, files, rank)
@@ -115,7 +117,7 @@ def _end(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # mpi4py does this while the interpreter is finalized, and mpirun expects it of every rank
+        mpi.Finalize()  # mpirun expects this of every rank; mpi4py would do it in the skipped finalization
     os._exit(code)  # there is no output to flush, because `child_environment` switches buffers off
 
 
@@ -148,7 +150,7 @@ def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, Hype
         except HyperionError as error:
             if error.exit_code != INTERRUPTED:
                 raise
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank is already ending
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore SIGTERM, because the rank is already ending
             return None, error
         if request["nodes"] > 1:
             _gather_answers(answer, world, files)
@@ -201,14 +203,14 @@ def _record(files: JobFolder, rank: int, error: BaseException) -> dict:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, then its cause, the cause of that cause, and so on."""
+    """Yield the error and its chain of causes, from the error to the root cause."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return True if the error says that another rank has ended or is late, so that this rank is not the root cause."""
+    """Return True if the error was caused by another rank that ended or was late. This rank is then not the root cause."""
     import torch.distributed as dist
 
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
@@ -217,7 +219,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def _from_entry(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without its first frames, which are in this file on every rank, so that it starts in the job."""
+    """Return the traceback from the first frame of the job. The frames before it are in this file on every rank."""
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames

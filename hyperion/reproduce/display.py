@@ -111,7 +111,10 @@ class Display:
         self.say(line)
 
     def drop(self, stem: str) -> None:
-        """Exclude a notebook that does not run (blocked, skipped or up to date) from the remaining time."""
+        """Remove a notebook that does not run from the estimate of the remaining time.
+
+        Such a notebook is blocked, skipped or up to date.
+        """
         self._expected.pop(stem, None)
 
     def say(self, line: str) -> None:
@@ -213,7 +216,7 @@ def show_table(console: Console, lines: dict[str, TableLine]) -> None:
 
 
 def best_fraction(rows: list[Row]) -> str:
-    """Format the rate with the highest fraction of its limit, such as "93% (gemm_tflops bfloat16)".
+    """Return the highest fraction of a limit that a rate reaches, with the name of the rate: "93% (gemm_tflops bfloat16)".
 
     Return "" if no rate has a limit.
     """

@@ -244,7 +244,7 @@ class _Call:
         inputs = self.freshness.inputs(notebook, reference)
         reason = self.freshness.why_again(notebook, inputs)
         self.started[notebook.stem] = _StartedNotebook(entry, inputs, reason, reference is not None)
-        display.start(notebook.stem, len(notebook.code) + 1, reason)  # papermill adds a cell with the parameters
+        display.start(notebook.stem, len(notebook.code) + 1, reason)  # plus 1, because papermill adds a cell with the parameters
 
         silent = self.scratch / "silent-hosts"  # shared by all notebooks of this call
         # With this folder, later notebooks do not wait again for a host that did not answer.

@@ -100,7 +100,7 @@ class Limits:
 
 
 class Interruption:
-    """Stops a notebook that another thread executes, by raising `Stopped` inside the event loop of this thread."""
+    """Stops a notebook that another thread executes, by raising `Stopped` inside the event loop of that thread."""
 
     def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,7 +119,7 @@ class Interruption:
     def __call__(self, stop: Stopped) -> None:
         self._stop = own = Stopped(stop.number)  # a new object, because two threads must not raise the same exception object
         if self._loop is not None and not self._loop.is_closed():
-            # This method is the only thread-safe one of an event loop.
+            # An event loop has no other method that a different thread may call.
             self._loop.call_soon_threadsafe(_raise, own)
 
 
@@ -225,8 +225,8 @@ def execute(
 class LineFilter:
     """A file-like object that passes only the important lines of a cell's output to `on_line`.
 
-    Important lines start with BANNER, WARNING or UNEXPECTED, or are in a block between two lines of `=`, which announces the data
-    source. Every experiment that uses the data announces the source, so repeated blocks are omitted.
+    A line is important if it starts with BANNER, WARNING or UNEXPECTED, or if it is in a block between two lines of `=`. Such a
+    block announces the data source. Every experiment that uses the data announces the source, so repeated blocks are omitted.
 
     Args:
         on_line: function that is called with each important line.

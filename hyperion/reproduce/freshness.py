@@ -94,9 +94,9 @@ class Freshness:
         return self._references[notebook.stem]
 
     def missing_rows(self, notebook: Notebook, done: dict[str, str]) -> NotebookFailure | None:
-        """Return a failure if an experiment has no rows or did not run in this execution, else None.
+        """Return a failure if an experiment of the notebook has no rows or did not run in this execution, else None.
 
-        Rows of an earlier execution are not sufficient.
+        Rows that an earlier execution stored are not sufficient.
 
         Args:
             notebook: the executed notebook.

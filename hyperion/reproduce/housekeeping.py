@@ -26,7 +26,7 @@ _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)
 _WORKSPACES = ("checkpoints", "adapters", "logs")  # folders to which training runs write many files that no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
-_TRACES = ("step_trace.json.gz", "memory_snapshot.pickle", "kernels.csv")  # names of further files, of a traced training step
+_TRACES = ("step_trace.json.gz", "memory_snapshot.pickle", "kernels.csv")  # names of the files that tracing a training step adds
 _SETTLED_S = 3600.0  # a run that changed within this many seconds may still be in use
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
@@ -134,7 +134,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _sides(folder: Path) -> list[Path]:
-    """Return the folders that contain launches: A and B of `hyperion relaunch`, or the folder itself."""
+    """Return the folders that contain launches.
+
+    For a folder that `hyperion relaunch` wrote, these are its subfolders A and B. Otherwise, it is the folder itself.
+    """
     return [folder / side for side in "AB" if _is_folder(folder / side)] or [folder]
 
 
@@ -192,7 +195,7 @@ def _foreign_in_store(folder: Path) -> list[Path]:
         if entry.name in _IN_STORES:
             foreign += _foreign_in_store(entry)
         elif folder.name == QUARANTINE and _QUARANTINED.fullmatch(entry.name) and _is_file(entry):
-            continue  # a refused download; Hyperion gave it this name
+            continue  # a refused download, which Hyperion stored under this name
         elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # a killed process leaves such a working folder
             quarantined = folder.name == QUARANTINE  # quarantined files may be truncated or changed, so only names are compared
             reason = entry / REASON_FILE if quarantined else None

@@ -68,7 +68,7 @@ class Lanes:
         return self._next(waiting, [going.notebook for going in self._going.values()], expected_s)
 
     def lasting_s(self, notebooks: Sequence[Notebook], expected_s: dict[str, float]) -> float:
-        """Return the seconds until all notebooks have ended if each one takes its expected time."""
+        """Return the number of seconds until the last notebook ends if every notebook takes its expected time."""
         waiting, now = list(notebooks), 0.0
         ends: dict[Notebook, float] = {}
         while waiting or ends:

@@ -1,4 +1,4 @@
-"""Read the notebooks of the book: their order, the chapters that each notebook needs, and the experiments that it runs.
+"""Read the notebooks of the book, their order, the chapters that each one needs, and the experiments that each one runs.
 
 The stem of a notebook is its file name without .ipynb.
 """

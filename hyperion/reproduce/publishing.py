@@ -326,7 +326,9 @@ def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True)
 
 
 def room_for(size: int, folder: Path, target: Path) -> int:
-    """Return how many bytes remain below the size limit after files of `size` bytes are added to the references.
+    """Return the number of bytes that can still be added to the references after files of `size` bytes are added.
+
+    The total size of all references is limited.
 
     Args:
         size: total size in bytes of the files that cannot be omitted.

@@ -211,7 +211,7 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
 
 
 def why_not_continued(results: Path, setting: dict) -> str:
-    """Return how the setting differs from that of the newest run, or "" if it does not differ or there is no run."""
+    """Describe how this setting differs from that of the newest run. Return "" if there is no difference or no run."""
     for path in _newest_first(results):
         with contextlib.suppress(StoreError):  # a damaged run is reported when it would be continued
             return _differences(peek(path.parent).setting, setting)

@@ -67,9 +67,9 @@ class Comparison:
 
 
 def relaunches(name: str) -> list[Run]:
-    """Return the runs that a name on the command line stands for.
+    """Return the runs that a name on the command line refers to.
 
-    The name is either that of one run, or that of a folder that contains several runs. Links to the same run count once.
+    The name belongs either to one run or to a folder that contains several runs. Links to the same run count once.
 
     Raises:
         HyperionError: there is no run and no folder of runs of this name.

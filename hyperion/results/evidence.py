@@ -137,7 +137,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
 
 
 def _function_of(row: Row) -> Callable[[float], float] | None:
-    """Return a monotone function that computes the metric from the median time, up to a constant factor.
+    """Return a monotone function of the median time that equals the metric up to a constant factor.
 
     Return None if the metric is not a function of the median time.
     """
@@ -182,7 +182,7 @@ def _agree(row: Row, form: Estimate) -> bool:
 
 
 def _strangers(run: Run, names: list[str]) -> list[str]:
-    # The locks are not in the manifest, because they belong to running processes and are not results.
+    # Lock files are not in the manifest, because they belong to running processes and are not results.
     known = {*names, MANIFEST, LOCK, WRITER_LOCK, ".driver.lock"}
     files = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if not path.is_dir())
     return sorted(set(files) - known)

@@ -38,7 +38,7 @@ def executed(log: Path, notebook: str) -> dict[str, str]:
     """
     outcomes: dict[str, str] = {}
     for experiment, what in _noted(log, notebook):
-        # A notebook may run an experiment twice. The second call finds the rows that the first one stored and reports KEPT.
+        # A notebook may run an experiment twice. The second call finds the rows that the first call stored, and reports KEPT.
         if what in (MEASURED, KEPT) and outcomes.get(experiment) != MEASURED:
             outcomes[experiment] = what
     return outcomes

@@ -1,4 +1,4 @@
-"""Which packages were missing when rows were measured, and are installed now?
+"""Find packages that were missing when rows were measured and that are installed now.
 
 A row without a value states its reason. If a package is missing, the reason ends with "not installed; next step: install NAMES",
 or with "pip install NAMES".

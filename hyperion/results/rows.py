@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 def idle_rows(rows: "list[Row]") -> "list[Row]":
-    """Return the rows that were measured while no other process used the CPU cores, or all rows if there are none."""
+    """Return the rows that were measured while no other process used the CPU cores. Return all rows if no such row exists."""
     # On a busy machine, there may be no such row. Its rows are still better than none.
     return [row for row in rows if not row.busy] or rows
 
@@ -157,9 +157,9 @@ class Row:
         return self.value is None and self.value_reason.startswith(UNEXPECTED)
 
     def without_failed_value(self) -> "Row":
-        """Return this row, without its value if the value failed its check, is beyond its limit or is not finite.
+        """Return this row, with the value removed if it failed its check, is beyond its limit or is not finite.
 
-        A wrong number is never stored as a value. Instead, `value_reason` states the number with the error and the tolerance.
+        A wrong number is never stored as a value. Instead, `value_reason` contains the number with the error and the tolerance.
 
         Raises:
             RowError: the row breaks another rule of its metric, which is an error in the code and not in the measurement.

@@ -23,7 +23,7 @@ WANTED_POWER = 0.8
 _POWER_DIVISIONS = 400
 # A worsening of 100 % has no logarithm, so the search for a detectable change ends at 99 %.
 _LARGEST = 0.99
-# Spreads are rounded to steps of 10 %, so that values with similar spreads share one simulation.
+# Spreads are rounded in steps of 10 %, so that values with similar spreads share one simulation.
 _STEP = math.log(1.1)
 _NORMAL_HALF_WIDTH = 1.96  # standard deviations in half of a 95 % interval of a normal distribution
 _CELLS = 100_000  # maximum number of elements of the arrays in a test, so that the few arrays fit into the cache of a core

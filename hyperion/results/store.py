@@ -206,7 +206,8 @@ class Run:
     The methods verify each file that they read, and they write atomically. Several processes may use the same folder.
 
     Args:
-        folder: the folder. `Run.create` also creates it, and `Run.open` also checks it.
+        folder: the folder. The constructor does not access it: use `Run.create` to create a folder, and `Run.open` to check an
+            existing one.
     """
 
     def __init__(self, folder: Path):
@@ -367,9 +368,9 @@ class Run:
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
-        """Report to the driver that the stored rows of an experiment are reused, and store the predictions in `rows`.
+        """Report to the driver that stored rows of an experiment are reused, and update their predictions.
 
-        `rows` may differ from the stored rows only in their predictions.
+        `rows` contains the reused rows with the new predictions. In all other columns, they must equal the stored rows.
         """
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
@@ -636,7 +637,7 @@ def find_run(name: str) -> Path:
 
 
 def find_runs(name: str) -> list[Path]:
-    """Return the folders of the runs that a name stands for: one run, or all runs in a folder of launches.
+    """Return the run folders that a name refers to: one run, or all runs in a folder of launches.
 
     Args:
         name: as in `find_run`, or the path or the name of a folder that contains runs.

@@ -1,4 +1,4 @@
-"""Training: a loop over an Engine, with precision, optimizers, learning-rate schedules, seeds and evaluation."""
+"""Training: engines that run the steps, the training loop, precisions, optimizers, schedules, seeds and evaluation."""
 
 from hyperion.training.captured import compile_options
 from hyperion.training.clocks import EXIT_CODE, Interrupted, StopFlag

@@ -1,4 +1,4 @@
-"""Training steps captured as CUDA (HIP) graphs, and torch.compile options for whole training steps.
+"""Capture training steps as CUDA (HIP) graphs, and choose the torch.compile options for whole training steps.
 
 A step of a small model has hundreds of kernels, which the host launches one by one. If the kernels are short, the device waits
 for the host. A graph contains all kernels of the forward pass, the backward pass, clipping and the update, and the host launches
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hyperion.hardware import Device
 from hyperion.training.recipe import rng_state, set_rng_state
 
-# Warm-up steps load libraries, choose convolution algorithms, compile code and allocate optimizer state, none of which is
-# possible during a capture.
+# Number of warm-up steps before a capture. These steps load libraries, choose convolution algorithms, compile code and allocate
+# optimizer state. None of this is possible during a capture.
 WARM_UP_STEPS = 3
 
 
@@ -51,8 +51,8 @@ class CapturedStep:
     change their values, copy new values into them (see `same_tensors`).
 
     Args:
-        step: function that runs a step on a batch and returns scalars on the device. It must set all gradients to None, must
-            not wait for the device, and must run the same operations for all values.
+        step: function that runs a step on a batch and returns scalars on the device. It must set all gradients to None, must not
+            wait for the device, and must run the same operations whatever the values in the batch are.
         batch: tensors with the shapes of all batches to replay.
         model, optimizer: the model and the optimizer that the step modifies.
         counters: other tensors that the step modifies.
@@ -73,7 +73,8 @@ class CapturedStep:
     ):
         started, where = time.perf_counter(), torch.device(device.torch_device)
         self._inputs = tuple(part.clone() for part in batch)
-        # A graph replays the values of its capture. A learning rate in a tensor can change between replays.
+        # A replay uses the Python numbers of the capture. So the learning rate is a tensor, whose value can change between
+        # replays.
         self._learning_rate = torch.zeros((), device=where)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(where), _convolution_search():
@@ -87,7 +88,8 @@ class CapturedStep:
                         step(self._inputs)
                 # The tensors are restored on the current stream, after the last warm-up step has written them.
                 torch.cuda.current_stream().wait_stream(side)
-            # thread_local: a driver call that is illegal during a capture raises an error in this thread, but not in others.
+            # With "thread_local", a driver call that is illegal during a capture raises an error in this thread, but not in other
+            # threads.
             recording = torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local")
             # During a capture, kernels are recorded and do not run, so no tensor has to be restored afterwards.
             with _learning_rate_from(optimizer, self._learning_rate, capturable=True), recording:
@@ -105,7 +107,7 @@ class CapturedStep:
             own.copy_(part)
         self._learning_rate.fill_(learning_rate)
         self._graph.replay()
-        # Some scalars are the same tensor, for example the loss and the loss of the rank. Copy each tensor once.
+        # Copy each tensor only once, because some scalars are the same tensor, for example the loss and the loss of the rank.
         copies = {id(number): number.clone() for number in self._numbers}
         return tuple(copies[id(number)] for number in self._numbers)
 
@@ -125,7 +127,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Seque
         known = {id(tensor) for tensor in tensors}
         with torch.no_grad():
             for tensor, values in zip(tensors, before, strict=True):
-                # In place, because the graph uses these addresses.
+                # Restore the tensors in place, because the graph uses their addresses.
                 tensor.copy_(values)
             for tensor in _state_tensors(optimizer):
                 if id(tensor) not in known:
@@ -170,7 +172,7 @@ def _convolution_search() -> Iterator[None]:
 
     It has no effect if deterministic results are requested.
     """
-    cudnn = torch.backends.cudnn  # also controls MIOpen
+    cudnn = torch.backends.cudnn  # these settings also control MIOpen
     before = cudnn.benchmark
     cudnn.benchmark = not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
     try:

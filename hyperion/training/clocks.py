@@ -1,4 +1,4 @@
-"""Classes that the training loop uses to stop early, to decide when to read losses, and to measure epochs.
+"""Helper classes of the training loop. They handle requests to stop, decide when losses are read, and measure epochs.
 
 A batch system sends SIGTERM some time before it ends a job. SIGTERM sets a flag. The ranks then agree to stop after the same
 step, and the training loop saves a checkpoint and raises `Interrupted`, whose exit code is `EXIT_CODE`.
@@ -23,7 +23,7 @@ from hyperion.measure import PeakMemoryRegion
 EXIT_CODE = 75  # EX_TEMPFAIL in <sysexits.h>, "try again later": a batch system can start the job again
 SYNC_STEPS = 20
 SYNC_S = 5.0
-UNTIMED_STEPS = 3  # the first steps of a process are slower: they allocate memory, choose kernels and fill caches
+UNTIMED_STEPS = 3  # these first steps are slower: they allocate memory, choose kernels and fill caches
 
 
 class Interrupted(HyperionError):
@@ -35,8 +35,8 @@ class Interrupted(HyperionError):
 class StopFlag:
     """Context manager in which SIGTERM sets `requested` instead of ending the process.
 
-    The previous handler is restored on exit. Only the main thread of a Python program can install signal handlers. In other
-    threads `requested` remains False, and SIGTERM has its previous effect.
+    The previous handler is restored on exit. Python can install signal handlers only in the main thread. In other threads,
+    `requested` remains False and SIGTERM has its previous effect.
 
     Attributes:
         requested: True if SIGTERM was received.
@@ -75,7 +75,7 @@ class StopFlag:
 
 
 class Pulse:
-    """Decides how many steps pass between reads of the losses. At each read, the ranks also agree whether to stop.
+    """Schedule for reading losses: the number of steps between two reads. At each read, the ranks also agree whether to stop.
 
     Reading losses waits for the device, so the additional small all-reduce takes little time. On a CPU losses are read after
     every step. On one accelerator they are read every SYNC_STEPS steps. On several accelerators they are read more often if
@@ -100,7 +100,7 @@ class Pulse:
         self._since = time.perf_counter()
 
     def agree(self, stop: bool, fault: bool, steps: int) -> tuple[bool, bool]:
-        """Return (any_stop, any_fault) over all ranks. All ranks must call this method after the same step.
+        """Return (any_stop, any_fault): True if any rank passes True. All ranks must call this method after the same step.
 
         Args:
             stop: True if this rank was requested to stop.
@@ -117,7 +117,7 @@ class Pulse:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         any_stop, any_fault, slowest_s = values.tolist()
         if self.device.kind != "cpu":
-            # All ranks compute this from the same number, so they next meet after the same step.
+            # All ranks compute the interval from the same number, so their next read comes after the same step.
             self.steps = max(1, min(SYNC_STEPS, int(SYNC_S / slowest_s)))
         return bool(any_stop), bool(any_fault)
 
@@ -162,7 +162,7 @@ class EpochMeter:
         if self._since is not None:
             self.timed_items, self.timed_steps = self.timed_items + items, self.timed_steps + 1
         else:
-            # The clock starts after the last warm-up step has been counted.
+            # The clock starts when the last warm-up step has been counted.
             self.untimed_left -= 1
             self._start_clock()
 
@@ -182,7 +182,7 @@ class EpochMeter:
         """Wait for the device and stop measuring. If measuring has already stopped, do nothing."""
         if self._region is None:
             return
-        self._region.__exit__(None, None, None)  # synchronises
+        self._region.__exit__(None, None, None)  # waits for the device
         self.wall_s += time.perf_counter() - self._started
         if self._since is not None:
             self.time_s += time.perf_counter() - self._since
@@ -194,7 +194,7 @@ class EpochMeter:
             self.reserved_gib = max(reserved_gib, self.reserved_gib or 0.0)
 
     def results(self) -> dict[str, Any]:
-        """Return the fields of EpochRecord that this class measures, as a dict of names and values."""
+        """Return a dict with the fields of EpochRecord that this class measures."""
         timed_items = int(self.timed_items)
         return {
             "items": int(self.items),

@@ -1,4 +1,4 @@
-"""Engines, which run one optimizer step per batch. The training loop works with any class that implements Engine.
+"""Engines: classes that run one optimizer step per batch. The training loop works with any class that implements Engine.
 
 TorchEngine is the base class for PyTorch modules. Its subclasses LanguageEngine and ImageEngine define batches of tokens and of
 images.
@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Return a dict of the metrics on held-out data, including 'loss'. The training state does not change."""
+        """Evaluate on held-out data and return a dict of metrics, including 'loss'. The training state does not change."""
         ...
 
     def compare_ranks(self) -> None:
@@ -175,7 +175,7 @@ class TorchEngine(ABC):
 
     @property
     def tokens_seen(self) -> int:
-        """Number of tokens (or images) in all steps so far. Reading this property waits for the device."""
+        """Number of items (tokens or images) in all steps so far. Reading this property waits for the device."""
         return int(self._items_seen)
 
     @property
@@ -184,12 +184,12 @@ class TorchEngine(ABC):
         return None if self._captured is None else self._captured.time_s
 
     def capture(self) -> None:
-        """Capture the step at the next batch if this is possible, and replay it for later batches."""
+        """Request that the step is captured at the next batch, if possible, and replayed for later batches."""
         self.uncaptured = why_not_captured(self.device, self.ranks, self.precision.dtype)
 
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
-        """Return the number of this rank's items that contribute to the loss, as an int64 scalar created on the device."""
+        """Return the number of items in this rank's batch that contribute to the loss, an int64 scalar created on the device."""
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> Tensor:
@@ -216,7 +216,7 @@ class TorchEngine(ABC):
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        if not self.model.training:  # train() visits all modules, which takes as much host time as launching several kernels
+        if not self.model.training:  # train() visits all modules and takes as much host time as launching several kernels
             self.model.train()
         if not self.uncaptured and self._captured is None:
             counters = (self._items_seen,)
@@ -229,12 +229,12 @@ class TorchEngine(ABC):
         return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
 
     def _step(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the step on the device, with the learning rate of the optimizer's parameter groups.
+        """Run one step on the device with the learning rate that is stored in the optimizer's parameter groups.
 
         No operation waits for the device or reads a value from it, so that the step can be captured.
         """
         rank_items = self.count_items(batch)
-        finish_count = start_sum(rank_items, self.ranks)  # overlaps with the forward pass
+        finish_count = start_sum(rank_items, self.ranks)  # the ranks exchange this sum during the forward pass
         sums: list[Tensor] = []
         items = rank_items
         with self.precision.products():
@@ -243,7 +243,7 @@ class TorchEngine(ABC):
                     with self.precision.autocast(self.device):
                         total = self.summed_loss(part)
                     if index == 0:
-                        # The sum is needed only here, after the first forward pass, which it overlaps with.
+                        # Wait for the sum only here, because its exchange overlaps with the first forward pass.
                         items = finish_count()
                     share = total / items  # the mean over the whole batch is the sum of these shares over all parts and ranks
                     # DDP and FSDP average gradients over ranks. The gradient of the mean loss is the sum over ranks, so multiply
@@ -253,7 +253,7 @@ class TorchEngine(ABC):
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
         share = total / items
         self.scaler.unscale(self.optimizer)
-        # After `unscale`, because the scale of fp16 would be part of the norm.
+        # Compute the norm after `unscale`. Before it, the norm would contain fp16's loss scale.
         norm, finish_loss = self._norm_and_loss(share)
         if math.isfinite(self.clip_norm):
             clip_gradients(self.model, self.clip_norm, norm)
@@ -261,16 +261,16 @@ class TorchEngine(ABC):
         self.optimizer.zero_grad()
         self._items_seen += items
         loss = finish_loss()
-        # A rank's part of a batch can consist of padding only.
+        # Avoid a division by zero, because a rank's part of a batch may consist of padding only.
         rank_loss = loss if self.ranks == 1 else total / rank_items.clamp(min=1)
         return loss, norm, items, rank_loss, rank_items, skipped
 
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return the gradient norm of the whole batch, and a function that returns the loss of the whole batch."""
         norm = local_gradient_norm(self.model)
-        if self.ranks == 1 or not is_sharded(self.model):  # each rank has the complete gradient
+        if self.ranks == 1 or not is_sharded(self.model):  # each rank has the whole gradient
             return norm, start_sum(share, self.ranks)
-        # Squares of the shards' norms add up to the square of the whole norm. The loss travels in the same collective.
+        # The square of the whole norm is the sum of the squares of the shards' norms. The same collective also sums the loss.
         squared, loss = start_sum(torch.stack((norm.square(), share)), self.ranks)()
         return squared.sqrt(), lambda: loss
 
@@ -287,7 +287,7 @@ class TorchEngine(ABC):
             NonFiniteError: a weight or an optimizer state is infinite or NaN. With several ranks the error is a
                 CheckpointError. Nothing is written, because training could not resume from such a checkpoint.
         """
-        average_statistics(self.model)  # buffers are stored once, so they must be the same on all ranks
+        average_statistics(self.model)  # a checkpoint stores buffers once, so they must be equal on all ranks
         state = self._state()
         advice = "nothing was saved; start again to resume from the previous checkpoint, or lower the learning rate"
         agreed(lambda: require_finite(state, f"after step {self.steps}", NonFiniteError, advice))
@@ -302,15 +302,15 @@ class TorchEngine(ABC):
         """
         here = self._state()
         state = read_sharded(folder, here)
-        # `read_sharded` has already written into the tensors of the model. If a check fails, `newest_good` tries the checkpoint
-        # before.
+        # `read_sharded` has already changed the tensors of the model. If a check fails, `newest_good` loads an earlier
+        # checkpoint.
         agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
         agreed(lambda: _require_same_structure(state, here, folder))
         set_model_state_dict(self.model, state["model"])
         with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.steps = state["steps"]
-        # In place, because a captured graph adds to this tensor.
+        # Change the tensor in place, because a captured graph adds to it.
         self._items_seen.fill_(state["items_seen"])
         self.scaler.load_state_dict(state["scaler"])
 
@@ -403,7 +403,7 @@ class ImageEngine(TorchEngine):
         lowest, highest = _range(images_BCYX)
         if (
             lowest >= 0 and highest > 100
-        ):  # normalized values are a few standard deviations from 0; values above 100 cannot be normalized
+        ):  # normalized values are a few standard deviations from 0, so values above 100 are not normalized
             raise _batch_error(
                 f"images have values from {lowest:g} to {highest:g}, so they seem to be bytes that are not normalised",
                 "normalise images: (images / 255 - mean) / deviation, as ImageBatches does",
@@ -427,7 +427,7 @@ class ImageEngine(TorchEngine):
 
     def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images_BCYX, labels_B = batch
-        # With the sharded model's contiguous weights, contiguous images would make all activations contiguous.
+        # A sharded model has contiguous weights. If the images were contiguous too, all activations would be contiguous.
         images_BCYX = images_BCYX.contiguous(memory_format=self._memory_format)
         logits_BK = self.model(images_BCYX).float()
         if logits_BK.ndim != 2 or logits_BK.shape[1] <= self._highest_label:
@@ -448,7 +448,7 @@ def _require_same_structure(state: dict[str, Any], here: dict[str, Any], folder:
         fault = difference(state, here)
     elif "scaler" not in state:
         fault = "scaler is missing"
-    else:  # only one state has a loss scale; LossScaler.load_state_dict reports that the precisions differ
+    else:  # only one state has a loss scale; LossScaler.load_state_dict then reports that the precisions differ
         fault = difference({**state, "scaler": {}}, {**here, "scaler": {}})
         fault = fault or ("" if isinstance(state["scaler"], dict) else "scaler is not an object")
     for name in ("steps", "items_seen"):

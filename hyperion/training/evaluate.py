@@ -1,4 +1,4 @@
-"""Evaluation on held-out data. Every token or image is evaluated once, and sums are computed in float64.
+"""Evaluate a model on held-out data. Every token or image is evaluated once, and sums are computed in float64.
 
 With n ranks, every rank iterates over all batches of the split, so its loader must be created for rank 0 of 1. Each rank
 evaluates every n-th batch. The results are computed from the sums over all ranks, and are the same on every rank.
@@ -20,7 +20,7 @@ from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum
 from hyperion.training.recipe import Precision
 
-# Next step of an error about labels.
+# `next_step` of errors about labels.
 ONE_CLASS_EACH = "pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels"
 
 
@@ -86,7 +86,7 @@ def evaluate_language(
     Raises:
         HyperionError: no window has a target, or the model does not return nll_BT, one value per target.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # nll, its square, tokens
+    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # sums of nll and of its square, number of tokens
     with _evaluating(model):
         for (inputs_BT, targets_BT), counts in _own(windows, ranks_of(model)):
             with precision.autocast(device):
@@ -96,11 +96,11 @@ def evaluate_language(
             scored = (targets_BT != IGNORE_INDEX).sum()
             if counts:
                 sums = sums + torch.stack((nll_BT.sum(), nll_BT.square().sum(), scored.double()))
-    # The only collective for results, and the only wait of the host. Both come after the last batch.
+    # Results need only this one collective, after the last batch. The host waits for the device only here.
     total_nats, total_squares, n = start_sum(sums, ranks_of(model))().tolist()
     n = int(n)
     _require_some(n, "tokens")
-    # Rounding can make the difference of two nearly equal numbers slightly negative.
+    # Clamp at 0, because rounding can make the difference of two nearly equal numbers slightly negative.
     variance = max(0.0, total_squares / n - (total_nats / n) ** 2)
     return LanguageEvaluation(total_nats, n, math.sqrt(variance / n))
 
@@ -114,7 +114,7 @@ def evaluate_images(
     Raises:
         HyperionError: there are no images, or the labels are not int64 classes with shape [B].
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # loss, correct, images
+    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # sums over images: loss, correct, number of images
     with _evaluating(model):
         for (images_BCYX, labels_B), counts in _own(batches, ranks_of(model)):
             with precision.autocast(device):
@@ -166,13 +166,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Without a backward pass, FSDP2 keeps some gathered parameters.
+        # Free the gathered parameters. FSDP2 keeps some of them if no backward pass follows.
         reshard(model)
         model.train(was_training)
 
 
 def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:
-    """Yield pairs (batch, counts) for this rank. `counts` is False for a batch that must not be added to the sums.
+    """Yield this rank's batches as pairs (batch, counts). If `counts` is False, the batch must not be added to the sums.
 
     With FSDP2 a forward pass contains collectives, so all ranks must run the same number of forward passes. If fewer batches
     than ranks remain at the end, the ranks without a batch repeat the last batch, with `counts` False.

@@ -1,15 +1,16 @@
-"""Training in fp8: linear layers whose three matrix products (forward, input gradient, weight gradient) have fp8 operands.
+"""Train in fp8, with linear layers whose matrix products (forward, input gradient, weight gradient) have fp8 operands.
 
-The forward pass needs resolution. It uses e4m3, with values up to 448 (240 in the fnuz variant of CDNA 3). Gradients need range.
-They use e5m2, with values up to 57344. Neither format covers the range of a tensor. Therefore each operand is divided by a scale
-s = max|x| / (largest value of the format), and the result is multiplied by both scales:
+There are two fp8 formats. The forward pass needs a fine resolution, so it uses e4m3, with values up to 448 (240 in the fnuz
+variant of CDNA 3). Gradients need a large range, so they use e5m2, with values up to 57344. Neither format covers the range of
+values in a typical tensor. Therefore each operand is divided by a scale s = max|x| / (largest value of the format), and the
+result is multiplied by both scales:
 
     y = s_x s_w · (x/s_x)(w/s_w)ᵀ
 
 The scale is computed from the tensor at each use (dynamic scaling per tensor). This needs one more pass over the tensor,
 but checkpoints need no history of scales. Matrix products accumulate in float32. Weights, their gradients and optimizer state
-remain float32. The forward pass saves the 8-bit operands for the backward pass, half the bytes of bf16. The head, embeddings and
-norms are unchanged.
+remain float32. The forward pass saves the 8-bit operands for the backward pass, which need half the bytes of bf16 operands. The
+head, embeddings and norms are unchanged.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
 
@@ -88,7 +89,8 @@ class Float8Linear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, formats: Formats):
-        # On meta, because the new layer takes over the parameters of the old one and needs no memory of its own.
+        # Build the layer on the meta device, because it takes over the parameters of the old layer and needs no memory of its
+        # own.
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias, self.formats = layer.weight, layer.bias, formats
         _require_multiples("a linear layer", self.in_features, self.out_features)
@@ -138,7 +140,8 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest = torch.finfo(dtype).max
     scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    # After the division a value can exceed the largest value of the format by rounding. In e4m3 it would become NaN.
+    # Clamp the values. By rounding, the division can give a value above the largest value of the format, which would become NaN
+    # in e4m3.
     return (x.float() / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
 
 

@@ -1,4 +1,4 @@
-"""The training loop: runs the steps of an Engine, measures them, evaluates the model, saves checkpoints and resumes.
+"""Training loop, which runs and measures the steps of an Engine, evaluates the model, saves checkpoints and resumes.
 
 The loop does not depend on the model, its wrapper or the optimizer. Losses remain on the device and are read for several steps at
 once (see Pulse). When losses are read, the ranks also agree whether to stop. Every few steps, the ranks compare their replicas.
@@ -60,7 +60,7 @@ class TrainingPlan:
 
 
 class Batches(Protocol):
-    """Interface of a loader that can resume. An iteration yields the rest of the current epoch, or a new epoch at its end."""
+    """Interface of a loader that can resume. Iterating yields the rest of the current epoch, or the next epoch at its end."""
 
     def __len__(self) -> int:
         """Return the number of batches in a complete epoch."""
@@ -97,8 +97,8 @@ class EpochRecord:
             CPU.
         peak_memory_gib: peak memory of the steps in GiB; None if the system does not report it.
         evaluation: metrics on the held-out split after the epoch, the same on all ranks; None if there was no evaluation.
-        waited_s: part of `time_s` in which the loop waited for the loader, in seconds. On an accelerator the host waits, and
-            the device may compute during this time.
+        waited_s: part of `time_s` in which the loop waited for the loader, in seconds. On an accelerator only the host waits, and
+            the device may still compute during this time.
         rank: number of the rank to which the loss, the items and the times belong. If the run was resumed on another number of
             ranks during the epoch, the record contains only the steps after the resume. None if the record covers all ranks: the
             loss is then that of the whole batches, the items are summed over the ranks, and the times and the memory are the
@@ -204,7 +204,7 @@ class History:
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
-    """Return the largest value, or None if a value is unknown."""
+    """Return the largest value, or None if any value is None, which means unknown."""
     known = [value for value in values if value is not None]
     return max(known) if len(known) == len(values) else None
 
@@ -224,7 +224,7 @@ def train(
     on_epoch: Sequence[Callable[[EpochRecord], object]] = (),
     report: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> History:
-    """Train according to the plan. If `folder` contains a checkpoint, resume from it.
+    """Train according to the plan. If `folder` contains a checkpoint, resume from the newest valid one.
 
     With several ranks, all ranks must call this function. The engine and the loader of a rank process the part of each batch
     that belongs to this rank. All other arguments must be the same on all ranks. Only rank 0 calls `report` and `on_epoch`.
@@ -265,7 +265,7 @@ def train(
 
 
 class _Run:
-    """One call of `train` on one rank: its arguments, and the values that change during training."""
+    """State of one call of `train` on one rank: its arguments, and the values that change during training."""
 
     def __init__(
         self,
@@ -289,10 +289,10 @@ class _Run:
         self.seed = torch.initial_seed()
         self.step = self.steps_in_epoch = self.saved_at = self.compared_at = 0
         self.learning_rate = 0.0
-        self.stopping = False  # True after all ranks have agreed to stop
-        self.evaluated = 0  # number of held-out batches
+        self.stopping = False  # True if the ranks have agreed to stop
+        self.evaluated = 0  # number of held-out batches evaluated so far
         self.begin_epoch()
-        # Steps whose metrics are still on the device, with their batches.
+        # Metrics of the steps whose losses have not been read from the device yet, with the batches of these steps.
         self.unread: list[tuple[StepMetrics, Any]] = []
 
     def check_arguments(self) -> None:
@@ -335,31 +335,32 @@ class _Run:
         """Reset all values that are measured per epoch."""
         self.meter = EpochMeter(self.engine.device, warmed_up)
         self.rank_losses: list[float] = []
-        self.earlier_items = 0  # items of this epoch before the run was resumed on another number of ranks
+        self.earlier_items = 0  # items that this epoch had before a resume on another number of ranks
         self.steps_in_epoch = 0
 
     def run(self) -> History:
         if self.folder is not None:
             require_writable(self.folder)
         self.restore()
-        # If a run was stopped between the last step of an epoch and its evaluation, no batch is left, but the epoch must be
-        # finished.
+        # `steps_in_epoch` is not 0 if a run was stopped between the last step of an epoch and its evaluation. Then no batch is
+        # left, but the epoch must be finished.
         while self.step < self.total_steps or self.steps_in_epoch:
             self.train_epoch()
             self.finish_epoch()
         if self.folder is not None and self.saved_at != self.step:
             self.save()
         self.compare_ranks()
-        # A request that arrived during the last save still counts: the exit code tells the batch system that it was heard.
+        # A stop request that arrived during the last save still raises Interrupted, so that the exit code confirms it to the
+        # batch system.
         self.stopping, _ = self.pulse.agree(self.stop.requested, False, 0)
         if self.stopping:
             self.save_and_stop()
         return self.history
 
     def train_epoch(self) -> None:
-        """Train on the remaining batches of the epoch. None remain if the run was interrupted after the epoch's last step."""
-        # Every step takes one batch. The batches that the loader has given in its epoch can be more than `steps_in_epoch`: a run
-        # that ended within an epoch recorded it, and a longer plan then continues in the middle of the loader's epoch.
+        """Train on the remaining batches of the epoch. There are none if the run was interrupted after the epoch's last step."""
+        # Every step takes one batch. In its epoch, the loader may have given more batches than `steps_in_epoch`. This happens if
+        # an earlier run ended and was recorded in the middle of an epoch, and a longer plan continues from there.
         given = self.step % len(self.batches)
         left = min(len(self.batches) - given, self.total_steps - self.step)
         if left == 0 or (given == 0 and self.steps_in_epoch):
@@ -422,7 +423,7 @@ class _Run:
         )
         loss = _mean(self.history.losses[self.step - self.steps_in_epoch :])
         record = self.history.add_epoch(gathered(part), loss, self.earlier_items, evaluation)
-        # Before the save, so that a checkpoint at the end of an epoch resumes with an empty new epoch.
+        # Begin the new epoch before the save, so that a run that resumes from this checkpoint starts with an empty epoch.
         self.begin_epoch(warmed_up=True)
         for callback in self.on_epoch:
             callback(record)
@@ -440,7 +441,7 @@ class _Run:
             evaluation = self.engine.evaluate(self.stop.watch(validation(), self.must_stop_evaluation))
         except Interrupted:
             self.save_and_stop()
-        if not math.isfinite(evaluation["loss"]):  # the same on all ranks
+        if not math.isfinite(evaluation["loss"]):  # all ranks have the same loss
             raise NonFiniteError(
                 f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",
                 where=self.folder,
@@ -451,7 +452,7 @@ class _Run:
     def must_stop_evaluation(self) -> bool:
         """Return True if the evaluation must stop. Called before each held-out batch.
 
-        Several ranks agree only every `pulse.steps` batches, so that all ranks stop before the same batch.
+        With several ranks, the ranks agree once every `pulse.steps` batches, so that all of them stop before the same batch.
         """
         self.evaluated += 1
         if self.ranks > 1 and self.evaluated % self.pulse.steps:
@@ -474,10 +475,10 @@ class _Run:
         )
         # If the fp16 gradients of a step overflowed, the update was skipped and the loss scale was halved. This is not an error,
         # so ignore the gradient norm of the step.
-        # One transfer to the host for all numbers of all unread steps.
+        # All numbers of all unread steps are transferred to the host at once.
         numbers = torch.stack((losses, norms.masked_fill(skipped, 0.0), rank_losses), dim=1).tolist()
         bad = not all(map(is_finite, numbers))
-        # Agree before raising: a rank that raised alone would leave the other ranks in their next collective.
+        # Agree before an error is raised. If only one rank raised it, the other ranks would wait in their next collective.
         self.stopping, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
         if any_bad:
             first = self.step - len(numbers) + 1
@@ -523,7 +524,8 @@ class _Run:
         self.read_losses()
         if self.folder is None:
             return
-        # A checkpoint holds the replica of one rank, so it would hide that another rank has diverged.
+        # Compare before each save. A checkpoint contains the replica of one rank only, so it would hide that another rank has
+        # diverged.
         self.compare_ranks()
         shared = {
             "steps_in_epoch": self.steps_in_epoch,
@@ -567,9 +569,9 @@ class _Run:
             set_rng_state(own["rng"])
 
     def change_ranks(self, before: int) -> None:
-        """Start with a new state on each rank and print a warning.
+        """Set new random seeds on each rank after a change of the number of ranks, and print a warning.
 
-        The stored states cannot be used, because they were saved with another number of ranks.
+        The stored state of each rank cannot be used, because it was saved with another number of ranks.
         """
         seed_rank(self.seed, self.step, self.rank)
         if self.rank == 0:

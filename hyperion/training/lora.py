@@ -1,4 +1,4 @@
-"""LoRA: add a trainable low-rank update to each frozen target layer (Hu et al. 2021, arXiv 2106.09685), and save the updates.
+"""LoRA: add trainable low-rank updates to frozen target layers (Hu et al. 2021, arXiv 2106.09685), and save and load them.
 
 The updates of all target layers form an adapter. An adapter takes megabytes, while a model takes gigabytes. An adapter is saved
 in the file format of the peft library, in a checkpoint folder. Like other checkpoints, the folder is written completely or not at
@@ -66,11 +66,11 @@ def add_lora(model: nn.Module, rank: int = 16, alpha: float = 32, targets: Seque
             parameters differs from the formula.
     """
     expected = expected_lora_parameters(model, rank, targets)
-    from peft import LoraConfig, get_peft_model  # slow to import, and used only here
+    from peft import LoraConfig, get_peft_model  # imported here, because peft is slow to import
 
     # peft's class for causal language models adds generate(). It works only with models that have the methods of transformers.
     task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
-    scale: Any = alpha  # the annotation in peft is int, but other numbers work too
+    scale: Any = alpha  # peft annotates int, but other numbers work too
     config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), task_type=task)
     with warnings.catch_warnings():
         # peft uses a deprecated property of transformers. Users cannot change this, so hide the warning.
@@ -207,7 +207,7 @@ def frozen_sha256(model: nn.Module) -> str:
 def _digest(parameter: Tensor) -> str:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     digest = hashlib.sha256(f"{parameter.dtype} {tuple(parameter.shape)} ".encode())
-    # Hash the bytes, because NumPy has no bfloat16.
+    # Hash the bytes of the tensor, because NumPy has no dtype for bfloat16.
     digest.update(local.detach().contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -244,7 +244,7 @@ def _full(parameter: Tensor) -> Tensor:
 def _write(folder: Path, tensors: dict[str, Tensor], config: Any, base_sha256: str) -> None:
     try:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # also raised instead of OSError if the disk is full
+    except SafetensorError as error:  # safetensors raises this error, and not OSError, if the disk is full
         raise OSError(str(error)) from error
     config.save_pretrained(str(folder))
     (folder / BASE).write_text(json.dumps({"sha256": base_sha256}), encoding="utf-8")
@@ -252,7 +252,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: Any, base_sha256: s
 
 def _require_same_config(mine: Any, stored: dict[str, Any], path: Path) -> None:
     wanted = {"peft_type": "LORA", "r": mine.r, "lora_alpha": mine.lora_alpha, "use_rslora": mine.use_rslora}
-    # peft holds the targets as a set, whose order in the file is arbitrary.
+    # Sort the targets, because peft stores them as a set, whose order in the file is arbitrary.
     wanted["target_modules"] = sorted(mine.target_modules)
     theirs = {name: stored.get(name) for name in wanted}
     targets = theirs["target_modules"]

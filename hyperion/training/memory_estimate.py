@@ -3,8 +3,8 @@
 There are two methods. `estimate_memory` runs the whole step with fake tensors. `language_activations` and `image_activations`
 compute the memory of activations with formulas.
 
-The fake tensors of PyTorch have a shape, but no memory. They pass through the same Python code as real tensors: autograd,
-autocast, checkpointing, chunked loss and optimizer. No values are computed. The order of allocations determines the peak, and is
+The fake tensors of PyTorch have a shape, but no memory, and no values are computed. They pass through the same Python code as
+real tensors: autograd, autocast, checkpointing, chunked loss and optimizer. The order of allocations determines the peak, and is
 the same as in a real step. For a GPU the estimate also includes the rounding of block sizes by the allocator, and the workspaces
 of kernels and libraries.
 
@@ -31,7 +31,7 @@ from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.models.transformer import TransformerConfig
 from hyperion.training.engine import TorchEngine
 
-BLOCK_BYTES = 512  # PyTorch's caching allocator rounds sizes up to multiples of this number
+BLOCK_BYTES = 512  # PyTorch's caching allocator rounds sizes up to multiples of this number of bytes
 _IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
 Make = Callable[[Device], tuple[TorchEngine, Any]]
 _FLOAT32, _SIXTEEN_BIT = 4, 2  # bytes
@@ -56,7 +56,7 @@ class MemoryEstimate:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Peak of each kind of tensor in bytes. Different kinds can have their peaks at different times."""
+        """Peak memory of each kind of tensor in bytes. Different kinds of tensors can reach their peaks at different times."""
         return self.history.parts
 
     @property
@@ -78,12 +78,13 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
     with FakeTensorMode() as fake, _PretendCuda() if accelerator else contextlib.nullcontext():
-        # `make` sees a device that runs on the CPU. _PretendCuda makes the code take the branches of a GPU anyway.
+        # `make` gets a device whose tensors are on the CPU. _PretendCuda makes the code take the branches of a GPU anyway.
         with _WithoutMemo(fake):
             engine, batch = make(replace(device, torch_device="cpu"))
         engine.uncaptured = "fake tensors cannot be captured"
         engine.unchecked = False  # fake tensors have no values to check
-        # The steady state is estimated, not the first step, so the state that the first step creates must exist.
+        # The estimate is for the steady state and not for the first step. So the state that the first step creates must already
+        # exist.
         _create_optimizer_state(engine)
         persistent: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": batch}
         timeline = MemoryTimeline(engine.model, persistent, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
@@ -134,7 +135,8 @@ def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2*
         return 0
     fails, per_item, halve = at_most + 1, 0, False
     while fails - fits > 1:
-        # Memory is nearly linear in the batch size, so a few interpolations find the limit. Bisection needs more steps.
+        # Memory is nearly linear in the batch size, so a few linear interpolations find the limit. Bisection alone would need
+        # more steps.
         guess = fits + int((memory - used) / per_item) if per_item else 2 * fits
         guess = (fits + fails) // 2 if halve else min(max(guess, fits + 1), fails - 1)
         needed = peak(guess)
@@ -142,8 +144,8 @@ def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2*
         if needed <= memory:
             fits, used, halve = guess, needed, False
         else:
-            # The first failing guess bounds the search. If another guess fails, the line underestimates the memory, so bisect
-            # until a guess fits.
+            # The first guess that does not fit bounds the search from above. If another guess does not fit either, the linear
+            # interpolation underestimates the memory, so bisect until a guess fits.
             halve, fails = fails <= at_most, guess
     return fits
 
@@ -266,7 +268,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
     each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
     unit, logits = each * B * T * D, _FLOAT32 * B * T * V  # logits are float32 in every precision
     parameters, matrices = 12 * D * D + 13 * D, 12 * D * D
-    log_sum_exp = _FLOAT32 * B * T * config.heads  # saved by attention
+    log_sum_exp = _FLOAT32 * B * T * config.heads  # attention saves a log-sum-exp for each query
     saved = 15 * unit + log_sum_exp + (_SIXTEEN_BIT * matrices if sixteen_bit else 0)
     block = BlockBytes(input=unit, saved=saved, recomputed=saved, transient=5 * unit, gradients=_FLOAT32 * parameters)
     head = 2 * unit + logits + (_SIXTEEN_BIT * V * D if sixteen_bit else 0)
@@ -278,7 +280,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
         head_gradients=_FLOAT32 * V * D,
         stem_transient=_FLOAT32
         * V
-        * D,  # gradient of the embedding, which is then added to that of the head: both share one weight
+        * D,  # gradient of the embedding; it is added to the head's gradient, because they share one weight
     )
 
 
@@ -303,12 +305,12 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
     stem = each * batch * width * image_size**2
     images = (
         _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0
-    )  # copy in 16 bits; the float32 batch is not counted, because it always exists
+    )  # 16-bit copy of the batch; the float32 batch always exists and is not counted
     return ActivationBytes(stem + images, tuple(blocks), head=0, head_transient=0, head_gradients=0, stem_transient=0)
 
 
 class _WithoutMemo(TorchDispatchMode):
-    """Context that clears the memo (a cache of tensors) of the fake tensor mode after each operator.
+    """Context manager that clears the memo (a cache of tensors) of the fake tensor mode after each operator.
 
     `Module.to` cannot swap parameters while the memo contains references to them.
     """
@@ -324,7 +326,7 @@ class _WithoutMemo(TorchDispatchMode):
 
 
 class _PretendCuda(TorchFunctionMode):
-    """Context in which `Tensor.is_cuda` is True for all tensors, so that code takes the same branches as on a GPU."""
+    """Context manager in which `Tensor.is_cuda` is True for all tensors, so that code takes the same branches as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **kwargs or {})
@@ -334,7 +336,8 @@ class _PretendCuda(TorchFunctionMode):
 def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
     """Context manager that copies the autocast options, which the engine sets for the CPU, to CUDA.
 
-    Fake tensors are on the CPU. Some code of the models asks for the autocast options of CUDA and must get the same answer.
+    Fake tensors are on the CPU. Some code of the models reads the autocast options of CUDA, so these must be equal to those of
+    the CPU.
     """
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with engine.precision.autocast(engine.device):
@@ -349,7 +352,7 @@ def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
 
 
 class _KernelBytes:
-    """Function that returns the workspace bytes of a GPU kernel for an operator and its arguments.
+    """Callable that returns the workspace bytes of the GPU kernel for an operator and its arguments.
 
     Args:
         ask: device on which each distinct convolution is measured once. With None, convolution workspaces count as 0 bytes.
@@ -388,13 +391,14 @@ def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
             torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where).zero_() if isinstance(a, Tensor) else a
             for a in arguments
         ]
-        operator(*real)  # the first call may try several algorithms
+        operator(*real)  # the first call may try several algorithms, so only the second is measured
         torch.cuda.synchronize(where)
         before = torch.cuda.memory_allocated(where)
         torch.cuda.reset_peak_memory_stats(where)
         outputs = operator(*real)
         torch.cuda.synchronize(where)
-        # The outputs already count as tensors; the workspace is only what the kernel needs in addition.
+        # Subtract the outputs, which are already counted as tensors. The workspace is the memory that the kernel needs in
+        # addition.
         returned = torch.cuda.memory_allocated(where) - before
         peak = torch.cuda.max_memory_allocated(where) - before
         del outputs, real

@@ -1,4 +1,4 @@
-"""Options of a training run: optimizer, learning-rate schedule, number format with loss scaling, and random seeds.
+"""Create the optimizer, the learning-rate schedule and the number format with loss scaling, and set random seeds.
 
 The optimizers apply weight decay to weights, but not to biases and norm parameters.
 """
@@ -26,7 +26,7 @@ TRAINING_DTYPES = ("fp32", "tf32", "bf16", "fp16")
 FP8 = "fp8"
 # fp8 is used only in the linear layers that hyperion.training.float8 replaces. All other layers then compute in bf16.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
-_NUMPY_WORDS = 624  # size of the state of the Mersenne twister
+_NUMPY_WORDS = 624  # number of words in the state of the Mersenne twister, NumPy's generator
 
 
 def adamw(
@@ -58,7 +58,8 @@ def sgd_nesterov(model: nn.Module, learning_rate: float, weight_decay: float = 5
     """
     require_number("learning_rate", learning_rate, "sgd_nesterov", at_least=0)
     require_number("momentum", momentum, "sgd_nesterov", above=0, below=1)
-    # torch has no fused SGD for sharded parameters. "foreach" needs only a few kernels per step, each for all parameters.
+    # torch has no fused SGD for sharded parameters. "foreach" launches only a few kernels per step. Each of them updates all
+    # parameters.
     kernel: dict[str, Any] = {"foreach" if is_sharded(model) else "fused": True}
     return torch.optim.SGD(decay_groups(model, weight_decay), lr=learning_rate, momentum=momentum, nesterov=True, **kernel)
 
@@ -165,7 +166,7 @@ class Precision:
 
     @contextlib.contextmanager
     def autocast(self, device: Device) -> Iterator[None]:
-        """Context manager that applies this format's autocast to a forward pass."""
+        """Return a context manager that applies the autocast of this number format to a forward pass."""
         where = torch.device(device.torch_device).type
         dtype = AUTOCAST.get(self.dtype, torch.bfloat16)
         with self.products(), torch.autocast(where, dtype, enabled=self.dtype in AUTOCAST):
@@ -224,15 +225,15 @@ class LossScaler:
             gradient_norm: L2 norm of the gradients after `unscale`, as a scalar.
 
         Returns:
-            True, as a bool scalar on the device, if the update was skipped because the scale was too large. False if the
-            scale is below 1, because infinite or NaN gradients are then not caused by the scale.
+            A bool scalar on the device: True if the update was skipped because the scale was too large. It is False if the scale
+            is below 1, because the scale then cannot be the cause of infinite or NaN gradients.
         """
         if not self._scaler.is_enabled():
             optimizer.step()
             return torch.zeros((), dtype=torch.bool, device=self._skipped.device)
         _initialize_momentum(optimizer)
         self._scaler.step(optimizer)
-        # Scaling a one returns the scale as a tensor on the device. get_scale() would wait for the device.
+        # Scale the number 1 to get the scale as a tensor on the device. get_scale() would wait for the device.
         overflowed = ~torch.isfinite(gradient_norm) & (self._scaler.scale(torch.ones_like(gradient_norm)) >= 1)
         self._scaler.update()
         self._skipped += overflowed
@@ -261,7 +262,7 @@ class LossScaler:
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Create SGD's momentum buffers with value zero before the first step, which does not change its result.
+    """Create the momentum buffers of SGD before the first step, filled with zeros. The result of the first step is the same.
 
     The fused SGD of PyTorch (2.11, 2.13) allocates momentum buffers without values and writes them in the first update. If this
     update is skipped, the next update would read uninitialized memory.
@@ -360,7 +361,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def require_rng_state(state: dict[str, Any]) -> None:
-    """Check a state that was read from a file. The state is set in new generators, so that `set_rng_state` cannot fail later.
+    """Check a state that was read from a file by setting it in new generators. `set_rng_state` cannot fail afterwards.
 
     Raises:
         Exception: the state is malformed. The type depends on the generator that refuses the state.
@@ -368,7 +369,7 @@ def require_rng_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.Random().setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached_gauss = state["numpy"]
-    if not 0 <= position <= _NUMPY_WORDS:  # otherwise NumPy would read outside of the state
+    if not 0 <= position <= _NUMPY_WORDS:  # NumPy does not check the position, and would read outside of the state
         raise ValueError(f"the position of NumPy's generator is {position}")
     np.random.RandomState().set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached_gauss))
     torch.Generator().set_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Files that a training run writes: checkpoints, and the batch of a step whose loss or gradient is infinite or NaN.
+"""Write and read the files of a training run: checkpoints, and batches of steps with an infinite or NaN loss or gradient.
 
 A checkpoint contains the shards of the engine, the state that all ranks share, and the state of each rank.
 """
@@ -81,7 +81,7 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
         keep: number of checkpoints to keep, including the new one.
         engine: engine whose state is saved.
         shared: state that is the same on all ranks. Rank 0 writes it.
-        own: state that only this rank has. Each rank writes its own.
+        own: state of this rank only. Each rank writes its own state.
 
     Raises:
         CheckpointError: the checkpoint cannot be written (see `saving`).
@@ -117,7 +117,7 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
             next_step="train longer, or choose another checkpoint folder",
         )
     rank, size = rank_and_size()
-    # Before the engine is loaded, so that a damaged file is found before any tensor changes.
+    # Read this state before the engine is loaded, so that a damaged file is found before any tensor changes.
     own = agreed(lambda: _read_own(path / _rank_folder(rank), shared)) if shared["ranks"] == size else None
     engine.load(path / "engine")
     return shared, own
@@ -193,7 +193,7 @@ def is_finite(numbers: Sequence[float]) -> bool:
 
 
 def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float]], batches: list) -> NonFiniteError:
-    """Save the batch of the first step with a number that is not finite, and return the error.
+    """Save the batch of the first step with an infinite or NaN loss or gradient norm, and return the error to raise.
 
     All ranks must call this function, and get the same error. The error names the ranks whose own loss is not finite, and these
     ranks save their batch. If only the gradient norm is not finite, its origin is unknown, and all ranks save their batch.
@@ -207,7 +207,7 @@ def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float
     """
     rank, size = rank_and_size()
     bad = [first + index for index, row in enumerate(numbers) if not is_finite(row)]
-    # All ranks report the same step: the first one that is bad on any rank.
+    # All ranks report the same step: the first step with a number that is not finite on any rank.
     step = min(number for number in gathered(bad[0] if bad else None) if number is not None)
     loss, norm, own_loss = numbers[step - first]
     sources = [source for source, finite in enumerate(gathered(math.isfinite(own_loss))) if not finite] or [*range(size)]

@@ -1,1 +1,1 @@
-"""Models, data and training recipes shared by the experiments of several subjects."""
+"""Models, data sets and training recipes that the experiments of several subjects share."""

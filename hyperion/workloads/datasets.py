@@ -45,11 +45,11 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
 
 
 def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
-    """Return rows that show whether the data are authentic and whether their splits overlap.
+    """Return result rows that show whether the data are the publisher's and whether their splits overlap.
 
-    The value of the first row is the share of files whose checksum matches the publisher's. Synthetic data have no publisher, so
-    their row has no value. One more row per split gives the share of its records that another split also contains. The check of
-    this row fails if the share exceeds the tolerance of `hyperion.data.store.overlap`.
+    The value of the first row is the share of files that have the publisher's checksum. Synthetic data have no publisher, so
+    their row has no value. Each split has one more row, with the share of its records that another split also contains. The check
+    of this row fails if the share exceeds the tolerance of `hyperion.data.store.overlap`.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}

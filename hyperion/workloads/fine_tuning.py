@@ -1,7 +1,7 @@
-"""Functions for fine-tuning a Llama.
+"""Fine-tune a Llama on instructions, with LoRA or in full.
 
-They load the data and the base model, add and check LoRA adapters, and compute a step's bytes and FLOPs from the model's shape.
-In this module, an instruction row (or row) is one training example: a prompt and its completion.
+The functions load the data and the base model, add and check LoRA adapters, and compute the bytes and FLOPs of a step from the
+model's shape. In this module, an instruction row (or row) is one training example: a prompt and its completion.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ from hyperion.training.lora import CONFIG as ADAPTER
 DATA = ("instructions", "gpt2", "llama")
 RANK, ALPHA = 16, 32  # rank and scale of the LoRA adapters
 LORA, FULL = "LoRA", "full fine-tuning"
-LOADED_TOLERANCE = 1e-5  # tolerance for logits after adapters were saved and loaded, which copies float32 values
-_TRAINED_BYTES = 16  # bytes per trained parameter: weight, gradient and the two AdamW moments, all in float32
+LOADED_TOLERANCE = 1e-5  # tolerance for logits after saving and loading adapters, which copies float32 values exactly
+_TRAINED_BYTES = 16  # bytes per trained parameter, for the weight, the gradient and the two AdamW moments, all in float32
 _WARMUP_SHARE = 0.1
 _PROBE_ROWS = 4
 
@@ -104,7 +104,7 @@ class FineTuningOptions(Options):
 
 @dataclass(frozen=True)
 class FineTuningData:
-    """Tokenized instruction rows, and the model they are tokenized for.
+    """Tokenized instruction rows, and the model for which they were tokenized.
 
     Attributes:
         rows: instruction rows as text.
@@ -179,9 +179,9 @@ def with_lora(base: nn.Module, seed: int) -> LlamaLM:
 
 
 def frozen_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype in which a frozen base model is stored.
+    """Return the dtype in which the weights of a frozen base model are stored.
 
-    It is the compute dtype. Frozen weights are never updated, so they need no float32 copy.
+    It is the dtype of the computation. Frozen weights are never updated, so they need no float32 copy.
     """
     return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
 
@@ -191,10 +191,11 @@ def fine_tuning_engine(
 ) -> LanguageEngine:
     """Return a training engine with AdamW without weight decay.
 
-    The learning rate warms up and then falls along a cosine, over the number of steps in the options.
+    The learning rate first rises in a warm-up and then falls along a cosine. The options define the number of steps.
     """
     rate, steps = options.learning_rate, options.steps
-    # One more than the planned steps, because the warm-up must be shorter than the schedule even with a single step.
+    # The schedule is one step longer than the training, because the warm-up must be shorter than the schedule even if there is a
+    # single step.
     schedule = WarmupCosine(rate, math.ceil(_WARMUP_SHARE * steps), steps + 1)
     optimizer = adamw(model, rate, weight_decay=0.0)
     return LanguageEngine(model, optimizer, schedule, precision, context.device, **engine_options)
@@ -220,7 +221,7 @@ class TokenCounts:
 def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
     """Count the tokens of a batch (inputs, targets).
 
-    In each row, the last input counted is the token before the last target.
+    The tokens of a row are counted up to the input whose target is the last one with a loss.
     """
     inputs, targets = (side.cpu() for side in batch)
     scored = targets >= 0  # targets without a loss are IGNORE_INDEX, which is negative
@@ -261,14 +262,14 @@ def step_flops(shape: LlamaShape, method: str, length: int) -> ModelFlops:
 
 
 def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
-    """Return the FLOPs per token of a training step that every implementation must compute.
+    """Return the minimum FLOPs per token of a training step, which every implementation must compute.
 
     Attention is not counted. The head is counted only for tokens with a loss.
     """
-    # Length 0 omits attention.
+    # With length 0, the FLOPs of attention are 0.
     whole = step_flops(shape, method, 0).forward_backward
-    # Products with the head's weights: forward and input gradient, 2 FLOPs each per weight. Full fine-tuning has a third one, the
-    # weight gradient; LoRA freezes the head.
+    # The head has a product in the forward pass and one for the input gradient, with 2 FLOPs per weight each. Full fine-tuning
+    # has a third product, for the weight gradient. LoRA freezes the head.
     head = 2 * shape.vocab_size * shape.hidden_size * (2 if method == LORA else 3)
     return whole - head * (1 - counts.completion_tokens / counts.tokens)
 
@@ -276,8 +277,8 @@ def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
 def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dtype: torch.dtype) -> LlamaLM:
     """Return a new base model with the adapters of a checkpoint.
 
-    Before loading, the model gets adapters with other weights. If loading had no effect, the logits would differ, and a test
-    would detect this.
+    The model first gets adapters with other weights, which loading must replace. If loading had no effect, the logits would
+    differ from the expected ones, and a test would fail.
 
     Raises:
         CheckpointError: the adapters were trained on another base.
@@ -297,16 +298,16 @@ def equality_row(
     tolerance: float,
     **params: Any,
 ) -> Row:
-    """Return the row with a relative difference.
+    """Return a row whose value is a relative difference and whose check fails above a tolerance.
 
     Args:
         context: context of the experiment.
         data: fine-tuning data, which name the model.
         variant: variant of the row.
-        what: param of the row that states what was compared.
+        what: description of what was compared, for the params of the row.
         difference: value of the row.
         check: name of the check.
-        tolerance: largest allowed difference. The check fails if the difference is larger.
+        tolerance: largest difference for which the check passes.
         params: additional params of the row.
     """
     return context.error_row(
@@ -324,14 +325,14 @@ def equality_row(
 @torch.no_grad()
 def probe_logits(model: nn.Module, data: FineTuningData, device: str) -> Tensor:
     """Return the float32 logits of the first held-out rows. The model is converted to float32 and stays in float32."""
-    # Use the length of the longest probe row; columns beyond it are padding in all rows.
+    # Cut the rows to the length of the longest one. All later columns contain only padding.
     width = int(data.held_out.sizes[:_PROBE_ROWS].max())
     inputs = torch.from_numpy(data.held_out.inputs[:_PROBE_ROWS, :width]).long().to(device)
     return model.float().eval()(inputs)
 
 
 def largest_difference(values: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference divided by the largest absolute expected value."""
+    """Return the relative difference: the largest absolute difference divided by the largest absolute expected value."""
     return float((values - expected).abs().max() / expected.abs().max())
 
 

@@ -1,6 +1,6 @@
-"""Training runs on one or several ranks.
+"""Set up training runs on one or several ranks from recipes.
 
-A recipe describes a training run. `set_up` builds the engine of a recipe and the batches of this rank.
+A recipe describes a training run. `set_up` builds the engine that the recipe describes, and this rank's loader of batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -59,14 +59,14 @@ class Recipe:
         warmup_share: warm-up steps as a share of all steps.
         sequence_length: number of tokens in one example (language, llama).
         width: number of channels of the first stage (images).
-        lora: whether to train adapters on frozen weights instead of all parameters (llama).
+        lora: whether to freeze the weights and train LoRA adapters, instead of training all parameters (llama).
         records: number of training examples to use (images). None uses all examples that are not held out.
         evaluation_batches: number of held-out batches in the evaluation at the end of an epoch and, for images, of test batches
             in the evaluation after the last step. None uses all batches, and 0 disables evaluation.
         checkpoint_every: number of steps between checkpoints. None saves no checkpoints.
     """
 
-    # Options in a profile contain recipes. With this setting pydantic rejects unknown names.
+    # Profiles contain recipes as options. With this setting, pydantic rejects fields with unknown names.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     task: Task
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Name of the training run: the model and the strategy, for example "gpt2_124m_fsdp"."""
+        """Name of the training run. It consists of the model and the strategy, for example "gpt2_124m_fsdp"."""
         name = self.model.rstrip("/").rpartition("/")[2]
         part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
         return f"{name}{part}_{self.strategy}"
@@ -104,7 +104,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Training:
-    """A recipe set up on this rank.
+    """The engine and the data of a recipe, ready for training on this rank.
 
     Attributes:
         engine: the model and its optimizer, distributed according to the recipe's strategy.
@@ -132,13 +132,13 @@ def set_up(context: Context, recipe: Recipe) -> Training:
     Raises:
         HyperionError: the batch size is not a multiple of the number of ranks, or the model, precision or strategy is unknown.
     """
-    # The same seed on every rank, because all ranks must start from the same weights.
+    # Use the same seed on every rank, because all ranks must start from the same weights.
     seed_everything(context.seed)
     return {"language": _language, "images": _images, "llama": _llama}[recipe.task](context, recipe)
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0, then on all other ranks. Return its result.
+    """Call `function` on rank 0 first, then on all other ranks. Return its result on this rank.
 
     Use it for functions that prepare missing files: only rank 0 prepares them, and the other ranks read them.
 
@@ -186,8 +186,8 @@ def _language(context: Context, recipe: Recipe) -> Training:
             recipe.sequence_length,
             recipe.sequence_length,
             tokenizer.eos_id,
-            # Every rank evaluates all windows, so a batch has the size of one rank's part and needs no more memory than in
-            # training.
+            # Every rank loads all windows. An evaluation batch has the size of one rank's part of a training batch, so it needs
+            # no more memory than training.
             recipe.batch_size // here.size,
             device.torch_device,
         )
@@ -200,11 +200,11 @@ def _images(context: Context, recipe: Recipe) -> Training:
     here, device = _sharers(recipe), context.device
     image_set, prepared = rank_zero_first(lambda: datasets.images(context))
     arrays = prepared.arrays
-    # The last tenth of the training images. The test split is used only once, after the last step.
+    # Hold out the last tenth of the training images. The test split is used only once, after the last step.
     first_held_out = len(arrays["train_images"]) * (_HELD_OUT - 1) // _HELD_OUT
     used = min(recipe.records or first_held_out, first_held_out)
     images, labels = arrays["train_images"][:used], arrays["train_labels"][:used]
-    # Statistics of the images that are trained on: held-out images must not influence training.
+    # Compute the statistics from the training images only, because held-out images must not influence the training.
     normalisation = channel_statistics(images)
     batches = ImageBatches(
         images,
@@ -231,7 +231,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
             normalisation,
             device=device.torch_device,
             shuffle=False,
-            # An evaluation scores every image once, including those of an incomplete batch.
+            # Keep an incomplete last batch, because an evaluation must score every image once.
             drop_last=False,
         )
         return _first(batches, recipe.evaluation_batches)
@@ -247,7 +247,7 @@ def _llama(context: Context, recipe: Recipe) -> Training:
     data = rank_zero_first(lambda: fine_tuning_data(context, recipe.model, recipe.sequence_length))
     precision = choose_precision(device, recipe.precision)
     base = base_model(context, data, frozen_dtype(precision) if recipe.lora else torch.float32)
-    base_sha256 = frozen_sha256(base) if recipe.lora else ""  # before it is sharded
+    base_sha256 = frozen_sha256(base) if recipe.lora else ""  # compute the hash before the model is sharded
     model = with_lora(base, context.seed) if recipe.lora else LlamaLM(base)
     model = parallelize(model, _plan(recipe, precision), here)
     batches = InstructionBatches(
@@ -267,7 +267,7 @@ def _llama(context: Context, recipe: Recipe) -> Training:
 
 
 def _sharers(recipe: Recipe) -> World:
-    """Return the ranks that share a batch: all ranks, or only this rank if the strategy is "single"."""
+    """Return a World with the ranks that share a batch: all ranks, or only this rank if the strategy is "single"."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 

@@ -1,4 +1,4 @@
-"""Training steps of the reference models, rows of a timed step, and forecasts of the step time.
+"""Run and time training steps of the reference models, build their result rows, and forecast the step time.
 
 A reference model is a well-known model such as ResNet-50. A forecast is computed from the rates that the run has measured (its
 ceilings) and from the operators that the step dispatches.
@@ -48,9 +48,9 @@ from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PA
 EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
-# Host time in seconds for one operator of an eager training step, including Python, autograd and dispatch. Used only if the run
-# has measured neither this time nor the launch time. The GPU value was measured on the host of an H200; another H200's host takes
-# 1.5 times as long.
+# Default host time in seconds for one operator of an eager training step, including Python, autograd and dispatch. It is used
+# only if the run has measured neither this time nor the launch time. The GPU value was measured on the host of an H200; another
+# H200's host takes 1.5 times as long.
 _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
 # Host time of one operator in an eager step, divided by the time of one kernel launch. On a CPU, a launch is only a call of
 # PyTorch's dispatcher.
@@ -80,7 +80,7 @@ class StepVariant:
 
     @property
     def params(self) -> dict:
-        """Params that distinguish this variant's rows from those of other variants with the same dtype."""
+        """Row params that distinguish this variant from other variants with the same dtype."""
         layout = CHANNELS_LAST if self.channels_last else CONTIGUOUS
         return {"layout": layout, "mode": COMPILED if self.compiled else EAGER}
 
@@ -104,7 +104,7 @@ def to_channels_last(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """Standard optimizer of one kind of reference model, with the bytes that it needs.
+    """Standard optimizer of one kind of reference model, with its memory and its memory traffic per parameter.
 
     Args:
         make: function that takes a module and returns the optimizer of its parameters.
@@ -154,8 +154,8 @@ class TrainingStep:
         if isinstance(variant, str):
             variant = StepVariant(variant, channels_last=has_layout(self.model))
         self._device, self._precision = device, choose_precision(device, variant.dtype)
-        # Weights come from the default generator. Inputs and targets have their own generator, so they do not depend on the
-        # model.
+        # Weights come from the default generator. Inputs and targets have a separate generator, so they do not depend on how many
+        # numbers the model draws.
         torch.manual_seed(seed)
         with torch.device(device.torch_device):
             self.module = self.model.build()
@@ -168,7 +168,8 @@ class TrainingStep:
         self._inputs, self._optimizer = inputs, update_of(self.model).make(self.module)
         # Compile blocks instead of the whole model: equal blocks share one compiled graph, so compilation takes less time.
         for block in map(self.module.get_submodule, self.model.layout().blocks if variant.compiled else ()):
-            # Fixed shapes: without this flag, a second batch size would make the compiler generate slower code for any shape.
+            # Compile for fixed shapes. Otherwise, after a second batch size the compiler would generate slower code for arbitrary
+            # shapes.
             block.forward = torch.compile(block.forward, dynamic=False)
         self.losses: list[Tensor] = []
 
@@ -179,9 +180,9 @@ class TrainingStep:
             loss.backward()
         with phase("optimizer"):
             self._optimizer.step()
-            # Part of the phase "optimizer", as the metric `optimizer_time_s` states.
+            # Reset the gradients within the phase "optimizer", because the metric `optimizer_time_s` includes this work.
             self._optimizer.zero_grad()
-        # Detached, because a stored loss would otherwise keep the graph of its step in memory.
+        # Detach the loss. Otherwise, the stored loss would keep the autograd graph of its step in memory.
         self.losses.append(loss.detach())
 
     def once(self) -> None:
@@ -190,16 +191,16 @@ class TrainingStep:
             self(lambda name: contextlib.nullcontext())
 
     def products(self) -> contextlib.AbstractContextManager:
-        """Return the context manager in which a step must run. It turns TF32 off for fp32, and on for tf32."""
+        """Return the context manager in which a step must run. It disables TF32 for fp32 and enables it for tf32."""
         return self._precision.products()
 
 
 def timed(
     step: TrainingStep, device: Device, time_limit_s: float, minimum_samples: int = MINIMUM_SAMPLES
 ) -> tuple[StepTiming, Verification]:
-    """Time a training step. Return its timing, and the verification that the loss has fallen.
+    """Time a training step. Return the timing, and a verification that the loss has fallen during the timed steps.
 
-    A faulty step may not lower the loss. The limits are those of `time_interleaved`.
+    If the step is faulty, the loss may not fall. The limits have the same meaning as for `time_interleaved`.
     """
     with step.products():
         timing = time_step(step, device, minimum_samples=minimum_samples, time_limit_s=time_limit_s)
@@ -250,14 +251,15 @@ def step_rows(
 
 
 def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
-    """Return (least seconds of the memory traffic, source of this limit), or (None, reason why there is no limit)."""
+    """Return (minimum time of the memory traffic in seconds, source of this limit), or (None, reason why there is no limit)."""
     found, reason = lookup(device)
     if found is None:
         return None, f"no limit: {reason}"
     if found.memory_bandwidth_limit_gb_s is None:
         return None, f"no limit: {reason or found.memory_bandwidth_source}"
-    # Part of this traffic may not reach the memory: the cache may hold gradients when the update begins, and new weights when it
-    # ends. Hence twice the cache: once for the gradients read, once for the weights written.
+    # A part of this traffic may not reach the memory, because the cache may hold gradients when the update begins, and new
+    # weights when it ends. Therefore twice the cache size is subtracted: once for the gradients that are read, and once for the
+    # weights that are written.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
     return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
@@ -269,7 +271,7 @@ def least_memory_gib(model: ReferenceModel, batch: int) -> float:
 
 
 def forecast_reference_step(context: Context, name: str, batch: int, variant: StepVariant) -> list[Forecast]:
-    """Predict the samples per second and the time of a reference model's step, from the run's ceilings and from shapes.
+    """Predict the throughput and the time of a reference model's step from the run's measured rates and the model's shapes.
 
     The memory format of the images is ignored, because it does not change the number of bytes that a step moves.
     """
@@ -294,7 +296,7 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
 
 
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
-    """Return (ceilings for steps in a dtype, source of the host time), or (None, reason why there are no ceilings).
+    """Return (rates and host times for steps in a dtype, source of the host time), or (None, reason why they are missing).
 
     In a tf32 step, matrix products of float32 numbers run at tf32 rates. A step in a 16-bit format has few float32 matrix
     products; if the run has measured no rate for them, the 16-bit rate is used.
@@ -307,9 +309,10 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
     rates = {name: ProductRates.fit(points or measured[dtype], units) for name, points in measured.items()}
     operator_s, host = operator_time(context)
     convolution_s = _operator_cost(context, "convolution", "operator_time_s")
-    # The measured overhead is a difference of two times, so noise can make it negative.
+    # Clamp the measured overhead at 0. It is a difference of two times, so noise can make it negative.
     once_s = max(0.0, _operator_cost(context, "once a step", "step_overhead_s") or 0.0)
-    # On an accelerator the host runs ahead of the device, so the longer of both times counts. On a CPU the times add up.
+    # On an accelerator the host runs ahead of the device, so the step takes the longer of the two times. On a CPU the two times
+    # add up.
     overlapped = context.device.kind != "cpu"
     return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s, once_s), host
 
@@ -341,7 +344,7 @@ def operator_time(context: Context) -> tuple[float, str]:
 
 
 def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
-    """Return the host times of a step with compiled blocks, and the source of the time for entering a block.
+    """Return the host times of a step with compiled blocks, and the source of the time that entering a compiled block takes.
 
     The measured time of a compiled block includes its kernel launches. They are subtracted, because the launches of a step are
     counted separately.
@@ -370,7 +373,7 @@ def _last_row(context: Context, experiment: str, variant: str, metric: str) -> R
 
 
 def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, float]]:
-    """Return (M, N, K, TFLOPS) of each matrix product that the run has measured with cold caches."""
+    """Return the shape and rate (M, N, K, TFLOPS) of each matrix product that the run has measured with cold caches."""
     return [
         (row.params["m"], row.params["n"], row.params["k"], row.value)
         for row in rows
@@ -379,7 +382,7 @@ def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, floa
 
 
 def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
-    """Fit a latency and a bandwidth to the run's memory streams. If all streams have the same size, the latency is 0."""
+    """Fit a latency and a bandwidth to the run's measured memory streams. If all have the same size, the latency is 0."""
     streams = [
         (OPERATIONS[row.variant].arrays * row.params["elements"] * FORMATS[row.dtype].bytes, row.value)
         for row in rows
@@ -396,8 +399,8 @@ def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
 def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
     """Return the operators that a training step dispatches in forward pass, loss, backward pass and update.
 
-    The operators are recorded with tensors that have shapes but no memory, so nothing is computed. This takes some seconds on a
-    slow CPU core. For a tf32 step, pass fp32: both dispatch the same operators.
+    The operators are recorded with tensors that have shapes but no memory, so no values are computed. Recording takes some
+    seconds on a slow CPU core. For a tf32 step, pass fp32, because both steps dispatch the same operators.
 
     Args:
         name: name of a reference model, or of a Transformer configuration such as "gpt2_124m", whose sequences have the length of

@@ -1,18 +1,19 @@
-"""Small trained models for the chapters on inference and serving: a Llama on WikiText-2, and a ResNet-18 on CIFAR-10.
+"""Provide small trained models for the chapters on inference and serving: a Llama (WikiText-2) and a ResNet-18 (CIFAR-10).
 
-The loss of a trained model responds meaningfully to a change of number format; with random weights it would not. Each model is
-trained with the loop of chapter 2.2 and stored once per machine in data/processed/ in Hugging Face's layout: config.json and
-model.safetensors and, for the language model, its tokenizer files. `LlamaForCausalLM.from_pretrained(folder)` loads it. The
-folder also contains the held-out data on which variants of the model are scored, so a worker process needs only its path.
+These chapters need trained models, because a change of the number format has a meaningful effect on the loss only if the weights
+are not random. Each model is trained with the loop of chapter 2.2 and stored once per machine in data/processed/ in Hugging
+Face's layout: config.json and model.safetensors and, for the language model, its tokenizer files.
+`LlamaForCausalLM.from_pretrained(folder)` loads it. The folder also contains the held-out data on which variants of the model are
+scored, so a worker process needs only its path.
 
-The weights of the two models of the profile `smoke` come with the library, in the folder trained/. Training them takes a minute
-on two idle cores, and several minutes on busy ones. They are used only with the recipe, the seed and the data that they were
-trained with. `python -m hyperion.commands.regenerate trained-models` trains them again.
+The library contains the trained weights of the two models of the profile `smoke`, in the folder trained/. Training these models
+takes a minute on two idle cores, and several minutes on busy ones. The weights are used only with the recipe, the seed and the
+data with which they were trained. `python -m hyperion.commands.regenerate trained-models` trains them again.
 
 The small language model has a byte-level BPE of 2,048 entries, trained on the train split. With GPT-2's 50,257 tokens, the
-embedding would take most of the parameters and the time, and no number format of this chapter changes it. No text is lost,
-because every byte has a token. A perplexity per token depends on the tokenizer: compare it only between variants of one model,
-and with the loss of a unigram model on the same tokens.
+embedding would have most of the parameters and take most of the time, although no number format of these chapters changes the
+embedding. No text is lost, because every byte has a token. A perplexity per token depends on the tokenizer: compare it only
+between variants of one model, and with the loss of a unigram model on the same tokens.
 
 Shape suffixes: W windows, T tokens of a window, N images, C channels, Y rows, X columns, V vocabulary, K classes.
 """
@@ -55,8 +56,9 @@ WEIGHTS, HELD_OUT, CONFIG = "model.safetensors", "held_out.safetensors", "config
 _REMEDY = "run the experiment again: it trains the model again"
 _WEIGHTS_OF_THE_LIBRARY = Path(__file__).with_name("trained")
 _SCORED_AT_ONCE = 2048  # tokens or images
-_CALIBRATION = 64  # windows or images of the train split used to calibrate activations
-# The transformers server refuses a tokenizer without a template. The model has seen no dialogues, so the template adds nothing.
+_CALIBRATION = 64  # number of windows or images of the train split with which activations are calibrated
+# Chat template, because the transformers server refuses a tokenizer without one. The model was not trained on dialogues, so the
+# template adds no role markers.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -111,7 +113,7 @@ class ClassifierRecipe(Table):
     held_out_images: int | None = None
 
 
-# The models by the name that an experiment states in its options. The toys train in seconds, for tests.
+# Recipes by the name that an experiment gives in its options. The toy models train in seconds and are for tests.
 LANGUAGE_MODELS = {
     "llama_toy": LanguageRecipe(
         vocabulary=640,
@@ -163,7 +165,7 @@ CLASSIFIERS = {
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of a model on held-out data, one entry per token or image, in a fixed order.
+    """Scores of a model on held-out data. Each array has one entry per token or image, in a fixed order.
 
     Attributes:
         losses: negative log-likelihoods in nats, float64 [n].
@@ -185,7 +187,7 @@ class Scores:
 
     @property
     def accuracy(self) -> float:
-        """Share of tokens or images whose most probable token or class is the right one."""
+        """Share of tokens or images for which the most probable token or class is the right one."""
         return float(self.correct.mean())
 
 
@@ -270,7 +272,7 @@ class TrainedModel:
             for first in range(0, len(inputs), batch_size):
                 output = logits_of(inputs[first : first + batch_size]).flatten(0, -2)
                 expected = targets[first : first + batch_size].flatten().to(output.device)
-                # In parts, because the float64 logits of 64 windows with 50,257 tokens would need 13 GB.
+                # Score the batch in parts, because the float64 logits of 64 windows with 50,257 tokens would need 13 GB.
                 for logits, classes in zip(output.split(_SCORED_AT_ONCE), expected.split(_SCORED_AT_ONCE), strict=True):
                     scored = classes != IGNORE_INDEX
                     losses.append(F.cross_entropy(logits[scored].double(), classes[scored], reduction="none").cpu())
@@ -358,7 +360,7 @@ def _trained(
         seed_everything(context.seed)
         train_into(context, name, recipe, work, determines)
     if context.device.kind != "cpu":
-        # PyTorch keeps the memory of the training for this process. The processes that measure the model need it.
+        # Release the memory that PyTorch caches after the training, because the processes that measure the model need it.
         gc.collect()
         torch.cuda.empty_cache()
     return read_trained_model(folder)
@@ -437,7 +439,7 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(state, work / WEIGHTS, metadata={"format": "pt"})
     arrays = prepared.arrays
-    # Normalisation constants of the images that the model was trained on.
+    # Mean and standard deviation with which the model's training images were normalised.
     mean, deviation = not_none(training.normalisation)
     config = {
         "architectures": ["ResNet18"],
@@ -462,7 +464,7 @@ def _made_from(recipe: Table, seed: int, data_sha256: str) -> dict[str, Any]:
 
 
 def _metadata(name: str) -> dict[str, str]:
-    """Return the metadata of a model's weights that come with the library, or {} if there are none."""
+    """Return the metadata of the weights that the library contains for a model, or {} if it contains none."""
     path = _WEIGHTS_OF_THE_LIBRARY / f"{name}.safetensors"
     if not path.is_file():
         return {}
@@ -471,7 +473,7 @@ def _metadata(name: str) -> dict[str, str]:
 
 
 def _weights(name: str, model: nn.Module, made_from: dict[str, Any], train_here: Callable[[], float]) -> dict[str, Any]:
-    """Load the weights that come with the library into a model. If recipe, seed or data differ from theirs, train the model.
+    """Load the library's weights into a model. If they were trained with another recipe, seed or data, train the model instead.
 
     Args:
         name: name of the recipe.
@@ -507,7 +509,7 @@ def _store(
     determines: dict,
     facts: dict[str, Any],
 ) -> None:
-    """Write the held-out data and the manifest. The stored loss is that of the weights as read back from the file."""
+    """Write the held-out data and the manifest. The loss in the manifest is computed with the weights read back from the file."""
     save_file(tensors, work / HELD_OUT)
     stored = TrainedModel(kind, name, work, source, {})
     model = stored.load(device)

@@ -1,8 +1,8 @@
-"""Functions that build the rows and curves of training runs.
+"""Build the result rows and the loss curves of training runs.
 
-There are rows for epochs, for a timed step after warm-up, and for the comparison of several implementations of a step, and
-forecasts of the throughput. Engines are compared by timing their steps in alternation: A B C A B C …. If they were timed one
-after the other, changes of the device's clock and temperature would distort the comparison.
+There are rows for epochs, rows for a timed step after warm-up, rows that compare several implementations of a step, and forecasts
+of the throughput. Engines are compared by timing their steps in alternation: A B C A B C …. If they were timed one after the
+other, changes of the device's clock and temperature would distort the comparison.
 """
 
 import gc
@@ -178,7 +178,8 @@ def steady_rows(
         minimum_samples: minimum number of timed steps, even if they take longer.
     """
     device, dtype = engine.device, engine.precision.dtype
-    # Caches are not flushed: in training, a step finds in the cache what the previous step left there.
+    # Caches are not flushed between steps, because in training a step also starts with the cache contents that the previous step
+    # left.
     sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s}
     timing = time_function(lambda: engine.train_step(batch), device, cold=False, **sampling)
     params = {"batch": items, "step": "steady"}
@@ -227,7 +228,7 @@ def speed_rows(
             rate,
             timing,
             rate_check,
-            # A rate is items / time, so the least time gives the largest rate.
+            # The rate is items / time, so the minimum time gives the maximum rate.
             limit=(None if floor is None else items / floor, limit_source),
             **shared,
         ),
@@ -247,7 +248,7 @@ def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None,
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
-    """Return the row with the model FLOPs utilisation (MFU): the FLOPs per second divided by the device's peak.
+    """Return the row with the model FLOPs utilisation (MFU), which is the FLOPs per second divided by the peak of the device.
 
     The peak is the published one. If no peak is published, the row has no value.
     """
@@ -257,7 +258,7 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops:
         reason = f"no peak to divide by: {published.reason or 'no published value'}"
         return context.absent_row(variant, "mfu", reason, **shared)
     share = tflops.map(lambda rate: rate / peak_tflops)
-    # The limit of the MFU can exceed 1, because the device may clock higher than the published peak assumes.
+    # The limit of the MFU can exceed 1, because the device may run at a higher clock frequency than the published peak assumes.
     limit = published.limit_tflops / peak_tflops if published.limit_tflops else None
     return timed_row(
         context,
@@ -278,9 +279,9 @@ def _gemm_dtype(dtype: str) -> str:
 def step_ceiling(
     context: Context, dtype: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> tuple[float | None, str]:
-    """Compute the throughput ceiling of a step after warm-up on one device.
+    """Compute the throughput ceiling (upper bound) of a step after warm-up on one device.
 
-    It is computed from the shapes of the model and the rates measured in this run. It ignores the time of the host, of
+    The ceiling is computed from the shapes of the model and the rates measured in this run. It ignores the time of the host, of
     element-wise kernels and of communication.
 
     Args:
@@ -311,7 +312,8 @@ def step_forecasts(
 ) -> list[Forecast]:
     """Predict the throughput of a step after warm-up on one device.
 
-    The prediction is the ceiling (see `step_ceiling`) times the share of it that a reference machine reached.
+    The prediction is the throughput ceiling (see `step_ceiling`) multiplied by the share of its own ceiling that a reference
+    machine reached.
 
     Args:
         context: context of the experiment.
@@ -374,16 +376,16 @@ def compare_steps(
         contenders: implementations to compare. The first one is the baseline of the speed-ups.
         source: data source of the rows.
         time_limit_s: total timing budget in seconds for all implementations.
-        minimum_samples: minimum number of samples of each implementation. Timing continues beyond the time limit until they are
-            taken.
+        minimum_samples: minimum number of samples of each implementation. If necessary, timing continues beyond the time limit to
+            take them.
     """
     try:
         with memory_released():
-            # All engines must exist before the first sample, because the timing alternates between them.
+            # Build all engines before the first sample, because the timing alternates between them.
             steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
             sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s}
             timings = time_interleaved(steps, context.device, cold=False, **sampling)
-            del steps  # these are the last references to the engines
+            del steps  # delete the last references to the engines, so that their memory can be freed
     except torch.OutOfMemoryError as error:
         return Result([_absent(context, work, c, out_of_memory_reason(error), source) for c in contenders], pd.DataFrame())
     rows: list[Row] = []

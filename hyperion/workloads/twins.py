@@ -1,4 +1,4 @@
-"""Twins: training runs that differ only in rounding. They set the tolerance for comparing the losses of two training runs.
+"""Compare the losses of two training runs, with a tolerance that is measured with twins: runs that differ only in rounding.
 
 Training that repeats the same batches is chaotic. Two correct runs that round differently diverge, and after some hundred steps
 their losses differ by some percent. No fixed tolerance suits such runs: it would be too small late in training and cause false
@@ -31,8 +31,9 @@ from hyperion.chapter.context import Context
 from hyperion.results import Row
 from hyperion.training import TorchEngine, seed_everything
 
-# Probability that a single check fails although nothing is wrong, if the losses of twins are normally distributed. It is a tenth
-# of the probability that the book promises (1 in 10,000), because the real distribution may have heavier tails.
+# False-alarm rate: the probability that a single check fails although nothing is wrong, if the losses of twins are normally
+# distributed. It is a tenth of the probability that the book promises (1 in 10,000), because the real distribution may have
+# heavier tails.
 FALSE_ALARM = 1e-5
 TWINS = 8
 # Training runs that use each token once do not diverge. Their checks have fixed tolerances, much larger than the scatter of
@@ -88,7 +89,7 @@ class OtherRounding(TorchFunctionMode):
     def __init__(self, dtype: str, seed: int):
         super().__init__()
         self._round = _ROUNDINGS[dtype]
-        self._in_float64 = dtype == "fp32"  # in float32, the multiplication by c itself would round as coarsely as the format
+        self._in_float64 = dtype == "fp32"  # in float32, multiplying by c rounds as coarsely as fp32 itself
         self.factor = float(2 ** np.random.default_rng(seed).random())
 
     # A mode intercepts the functions of PyTorch's Python interface. Functions not in _PRODUCTS run unchanged.
@@ -126,7 +127,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
-    """Convert a scaled tensor to fp8 and back, with the same scaling as `hyperion.training.float8`."""
+    """Round a scaled tensor to fp8: convert it to fp8 and back, with the scaling of `hyperion.training.float8`."""
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
     # The scale is a power of two. Scaling exactly to the format's largest number would cancel the random factor c.
     largest = torch.finfo(dtype).max / 2 ** torch.ceil(torch.log2(scaled.abs().amax().clamp(min=1e-30)))
@@ -158,7 +159,7 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
     """
     frames = []
     for number in range(TWINS):
-        # Different seeds of the experiment give different twins.
+        # Derive the seeds of the twins from the experiment's seed, so that another seed gives other twins.
         with OtherRounding(dtype, seed * TWINS + number):
             losses = train()
         steps = range(1, len(losses) + 1)
@@ -167,24 +168,24 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
 
 
 def twin_format(dtype: str) -> str:
-    """Return the number format of the twins for a variant in the number format `dtype`.
+    """Return the number format in which twins round their matrix products, for a variant that trains in `dtype`.
 
-    Variants in TF32 and fp16, which round more finely than bf16, also use bf16 twins. Late in chaotic training, the scatter does
-    not depend on the format. Early in training, the tolerance from bf16 is only a little larger.
+    Variants in TF32 and fp16 also use bf16 twins, although these formats round more finely than bf16. Late in chaotic training,
+    the scatter does not depend on the format. Early in training, the tolerance from bf16 twins is only a little larger.
     """
     return dtype if dtype in ("fp32", "fp8") else "bf16"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference between the losses of a variant and the baseline in a window of steps, with its tolerance.
+    """Relative difference between the losses of a variant and of the baseline in a window of steps, with its tolerance.
 
     Attributes:
         window: name of the window, "early" or "late".
         first, last: first and last step of the window, counted from 1.
         difference: |mean loss of the variant / mean loss of the baseline - 1|.
         tolerance: largest difference that rounding alone explains, including `bias`.
-        bias: part of the tolerance that allows for a bias of the number format.
+        bias: part of the tolerance that covers a bias of the number format.
         twins: number of twins from which the tolerance was computed.
     """
 
@@ -198,7 +199,7 @@ class Agreement:
 
     @property
     def check(self) -> str:
-        """Name of the check in this window's row."""
+        """Name of the check in the row of this window of steps."""
         beyond = f", and {self.bias:.2g} for a bias of the format" if self.bias else ""
         return (
             f"mean loss of steps {self.first} to {self.last}: no further from the baseline's than {self.twins} twins of it "
@@ -207,7 +208,7 @@ class Agreement:
 
     @property
     def params(self) -> dict:
-        """Params of this window's row."""
+        """Params of the row of this window of steps."""
         return {"window": self.window, "first": self.first, "last": self.last}
 
 
@@ -218,7 +219,7 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
         losses: loss of every step of the variant.
         baseline: loss of every step of the baseline, from the same initial weights and the same batches.
         twins: losses of the baseline's twins in one number format, from `train_twins`. The twins must run the baseline's code. If
-            they ran other code, its differences would widen the tolerance.
+            they ran other code, the differences between both codes would widen the tolerance.
         bias: relative difference allowed in addition to the scatter of the twins. If the variant and the baseline have different
             number formats, pass `BIAS[dtype]` with the variant's dtype.
     """
@@ -289,7 +290,7 @@ def tolerance(twins: list[float], baseline: float) -> float:
 
     x = np.log(np.asarray(twins) / baseline)
     m = len(x)
-    # Half of the false alarms fall on each side of the interval.
+    # Use FALSE_ALARM / 2, because half of the false alarms fall on each side of the interval.
     reach = stats.t.isf(FALSE_ALARM / 2, m - 1) * x.std(ddof=1) * math.sqrt(1 + 1 / m)
     # Convert from logarithms to relative differences.
     return math.expm1(abs(x.mean()) + reach) + _LOSS_SPACING
@@ -303,7 +304,7 @@ def captured_parity(
     chaotic: bool = False,
     **params: Any,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Compare the losses of steps that are replayed as one graph with those of the same steps without a graph.
+    """Compare the losses of training steps that are replayed as a graph with those of the same steps without a graph.
 
     Args:
         context: context of the experiment.
@@ -356,7 +357,7 @@ def captured_parity(
 
 
 def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
-    """Return the row with the difference between the losses of two training runs.
+    """Return a row with the largest relative difference between the losses of two training runs.
 
     The steps are divided into WINDOWS windows. In each window, the mean losses of the two runs are compared. The row's value is
     the largest relative difference.
@@ -369,7 +370,7 @@ def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.
         source: data source of the row.
         params: additional params of the row.
     """
-    # Means over windows, because a single step's loss depends too much on its batch.
+    # Compare means over windows, because the loss of a single step depends too much on its batch.
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
     return context.error_row(

@@ -1,7 +1,7 @@
-"""Training steps of the two baselines: a Transformer language model and a ResNet-18.
+"""Build the training steps of the two baseline models: a Transformer language model and a ResNet-18.
 
-This module builds the models with their optimizers, estimates the memory of a step, and stores batches in files, so that several
-processes can use the same batches.
+This module builds the models with their optimizers and estimates the memory of a step. It also stores batches in files, so that
+several processes can use the same batches.
 """
 
 import functools
@@ -55,8 +55,8 @@ from hyperion.workloads import datasets
 
 KINDS = ("language", "image")
 SIXTEEN_BIT = ("bf16", "fp16")
-# Number of steps before the memory of a step is measured. The first step allocates the state of the optimizer and the workspaces
-# of libraries such as cuBLAS.
+# Number of steps to run before the memory of a step is measured, because the first step allocates the state of the optimizer and
+# the workspaces of libraries such as cuBLAS.
 WARM_UP_STEPS = 2
 NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
 # Bytes that a step moves per logit. The logit is written in 16 or 32 bits and read for the softmax. Its gradient is written once
@@ -113,7 +113,7 @@ class ImageSizes(StepSizes, frozen=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """One baseline with its dimensions. Use `workload` to create a workload.
+    """Training step of one baseline model with given dimensions. Use `workload` to create a Workload.
 
     Attributes:
         name: name of the model in the rows. If the vocabulary or the number of blocks differs from the configuration, the name
@@ -123,7 +123,7 @@ class Workload:
         flops: FLOPs per token or image as conventionally counted for MFU: matrix products and convolutions in the forward and
             backward pass, with attention over the whole sequence and without recomputation.
         least_flops: FLOPs per token or image of the forward and backward pass that every implementation must compute.
-        block_flops: part of `least_flops` that belongs to the forward pass of the repeated blocks. If all blocks are
+        block_flops: FLOPs of the forward pass of the repeated blocks, which are a part of `least_flops`. If all blocks are
             checkpointed, this part is computed twice.
         build: function that returns a new module. Its weights come from torch's default random generator.
         sizes: dimensions of the training step.
@@ -164,29 +164,29 @@ class Workload:
 
     @property
     def standing_bytes(self) -> int:
-        """Bytes of the weights and the optimizer moments, which exist throughout training."""
+        """Bytes of the weights and the optimizer moments, which are in memory throughout training."""
         return _FLOAT32 * self.parameters * (1 + self.moments)
 
     def traffic(self, dtype: str) -> dict[str, float]:
-        """Return `step_bytes` for a step in this number format. In 16-bit formats, activations take half of the bytes."""
+        """Return `step_bytes` for a step in this number format. In a 16-bit format, activations have half as many bytes."""
         half = 0.5 if dtype in SIXTEEN_BIT else 1.0
         return {cause: moved * (half if cause == "activations" else 1) for cause, moved in self.step_bytes.items()}
 
     def model(self, device: Device, seed: int) -> nn.Module:
         """Return a new module on the device, with weights drawn from this seed."""
         seed_everything(seed)
-        with torch.device(device.torch_device):  # on a GPU, drawing the weights of a large model is much faster
+        with torch.device(device.torch_device):  # drawing the weights of a large model is much faster on a GPU
             return self.build()
 
     @property
     def blocks(self) -> int:
         """Number of blocks of the model, see `layout_of`."""
-        with torch.device("meta"):  # draws no weights
+        with torch.device("meta"):  # on the meta device, no weights are drawn
             return len(layout_of(self.build()).blocks)
 
     @property
     def schedule(self) -> WarmupCosine:
-        """Learning-rate schedule: a short warm-up, then a constant rate. There is no decay, because no run trains to the end."""
+        """Learning-rate schedule: a short warm-up, then a constant rate without decay, because no run trains to the end."""
         warmup = self.sizes.warmup_steps
         return WarmupCosine(self.sizes.learning_rate, warmup, warmup + 1, final_fraction=1.0)
 
@@ -219,7 +219,7 @@ def _language(sizes: LanguageSizes) -> Workload:
     name = sizes.model
     name += f"_v{vocabulary}" if vocabulary != named.vocab_size else ""
     name += f"_cut_to_l{layers}" if layers != named.layers else ""
-    # The causal mask makes half of attention unnecessary.
+    # Because of the causal mask, half of the attention products need not be computed.
     items, causal = sizes.batch_size * length, flops_per_token(config, length // 2)
     kept_bytes = language_activations(config, sizes.batch_size, length, sixteen_bit=False).saved()
     return Workload(
@@ -267,7 +267,7 @@ def _image(sizes: ImageSizes) -> Workload:
 
 
 def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Workload | None:
-    """Return the workload with the vocabulary size that this run has counted in its text.
+    """Return the workload for a forecast, with the vocabulary size that this run has counted in its text.
 
     Return None if the vocabulary size is needed and this run has not counted it.
     """
@@ -278,7 +278,7 @@ def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Wo
 
 
 def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that takes a model on the given device, applies the parallel plan to it, and returns it."""
+    """Return a function that applies the parallel plan to a model on the given device and returns the resulting model."""
     return lambda model: parallelize(model, plan, replace(world(), device=device))
 
 
@@ -303,13 +303,13 @@ def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan,
 
 
 def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
-    """Return the parallel plan that checkpoints the fewest blocks and still saves the requested amount of memory.
+    """Return the parallel plan that saves the requested amount of memory and checkpoints as few blocks as possible.
 
     Args:
         work: workload to plan.
         dtype: precision of the training.
         device: device of the training.
-        share: memory to save at the peak, as a share of what checkpointing all blocks saves.
+        share: reduction of the peak memory, as a share of the reduction that checkpointing all blocks gives.
     """
     blocks = work.blocks
     ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
@@ -346,7 +346,7 @@ class StoredBatches:
 
 
 def common_source(stored: Iterable[StoredBatches]) -> str:
-    """Return one data source for several stored batches.
+    """Return the data source to state for several stored batches together.
 
     If any of the batches is synthetic, the result is "synthetic". Pages with these results then show the warning about synthetic
     data.
@@ -359,7 +359,7 @@ def common_source(stored: Iterable[StoredBatches]) -> str:
 def stored_batches(
     context: Context, sizes: Mapping[str, LanguageSizes | ImageSizes], count: int
 ) -> Iterator[list[StoredBatches]]:
-    """Context manager that stores `count` batches for each kind of model in files and deletes the files on exit.
+    """Context manager that stores `count` batches for each kind of model in files, and deletes these files on exit.
 
     Args:
         context: context of the experiment.
@@ -413,7 +413,7 @@ def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) 
 
 def random_batch(work: Workload, device: Device, seed: int) -> Batch:
     """Return a random batch on the device, for measurements that depend only on the batch's shapes."""
-    # A generator on the host gives the same batch on every device.
+    # Draw the batch with a generator on the host, so that it is the same on every device.
     generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
     if isinstance(work.sizes, LanguageSizes):
         shape, vocabulary = (count, work.sizes.sequence_length), not_none(work.config).vocab_size

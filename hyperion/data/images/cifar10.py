@@ -1,4 +1,4 @@
-"""Load CIFAR-10 from a mirror, the cache or its official address. Files are verified before use, and never executed.
+"""Load CIFAR-10 from a mirror, the cache or its official address. Verify the files before use, and never run code in them.
 
 CIFAR-10 is published in two layouts, Python and binary. Each layout exists as a folder and as an archive. A record of the
 binary layout is one label byte and 3072 pixel bytes (the red, green and blue planes, row by row). A file of the Python layout
@@ -42,11 +42,11 @@ UNPACKED_BYTES = 1 << 28  # maximum size of an unpacked archive; the official ar
 CODES = 200_000
 REMEDY = "copy the file again from its source, or remove it and run `make fetch`"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-FOLDER = "cifar-10"  # folder in the cache; in a mirror, the files with their official names are at the top level
+FOLDER = "cifar-10"  # name of the folder in the cache; a mirror has the official files at its top level
 COUNTS = {"train": 50_000, "test": 10_000}
 TRAIN_MEANS = (0.4914, 0.4822, 0.4465)
-MEAN_TOLERANCE_OFFICIAL = 1e-4  # the published means have four digits
-MEAN_TOLERANCE_OTHER = 5e-3  # lossy compression at 37 dB shifts a mean by up to 3e-3
+MEAN_TOLERANCE_OFFICIAL = 1e-4  # tolerance for the official pixels, because the published means have four digits
+MEAN_TOLERANCE_OTHER = 5e-3  # tolerance for re-encoded pixels, because lossy compression at 37 dB shifts a mean by up to 3e-3
 # Hash of all labels in the official order, first train, then test, one byte per label. If the pixels were re-encoded, no
 # published checksum applies, but the labels must still match. Permuted labels would have correct counts, but a model could not
 # learn from them.
@@ -272,7 +272,7 @@ def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
 
 @dataclass
 class _Pickled:
-    """Description of an object in a pickle: the call that would create it, which is never made, and the state of the object."""
+    """Description of a pickled object: the call that would create it (this call is never made), and the object's state."""
 
     name: str
     arguments: tuple = ()
@@ -286,7 +286,7 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def _unpickled(content: bytes, where: object) -> object:
-    """Parse a pickle that contains only dicts, lists, tuples, strings, numbers and NumPy arrays, and return its object.
+    """Parse a pickle of dicts, lists, tuples, strings, numbers and NumPy arrays without executing it, and return its object.
 
     Python's unpickler is unsafe: it calls any function that the file names, and allocates arrays and tables of any size that
     the file declares. This function accepts only the opcodes that a CIFAR-10 batch file needs, and needs at most a small
@@ -295,7 +295,7 @@ def _unpickled(content: bytes, where: object) -> object:
     Raises:
         DataError: the pickle has another opcode or global, or is broken.
     """
-    # Pickle's virtual machine has a stack of objects, and a memory of objects that are referenced again.
+    # Pickle's virtual machine has a stack of objects, and a memo that stores objects for later references.
     stack: list = []
     memory: dict[int, object] = {}
 
@@ -306,7 +306,7 @@ def _unpickled(content: bytes, where: object) -> object:
         return items
 
     try:
-        argument: Any  # its type depends on the opcode
+        argument: Any  # the type of the argument depends on the opcode
         # `genops` only decodes opcodes. It imports and calls nothing.
         for number, (code, argument, _) in enumerate(pickletools.genops(content)):
             if number > CODES:
@@ -377,7 +377,7 @@ def _unpickled(content: bytes, where: object) -> object:
                     stack.append(_Pickled(argument))
                 case "REDUCE":
                     arguments, function = stack.pop(), stack.pop()
-                    if type(arguments) is not tuple:  # copies of a long list for many opcodes would exhaust the memory
+                    if type(arguments) is not tuple:  # copying a long list again and again could exhaust the memory
                         raise TypeError(f"arguments are {type(arguments).__name__}")
                     stack.append(_Pickled(function.name, arguments))
                 case "BUILD":
@@ -448,7 +448,7 @@ def _from_folder(folder: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]
 
 
 def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the wanted batch files of an archive. The archive is read once as a stream, and nothing is written to disk."""
+    """Yield the requested batch files of an archive. The archive is read once as a stream, and nothing is written to disk."""
     folder = PYTHON_FOLDER if archive.name == PYTHON_ARCHIVE else BINARY_FOLDER
     names = {f"{folder}/{name}": name for name in wanted}
     seen: set[str] = set()
@@ -467,7 +467,7 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
                     fault = f"{name} occurs twice in the archive" if name in seen else f"{name} has {member.size} bytes"
                     raise DataError(fault, where=archive, next_step=REMEDY)
                 seen.add(name)
-                yield name, cast(IO[bytes], tar.extractfile(member)).read()  # not None: it is a regular file
+                yield name, cast(IO[bytes], tar.extractfile(member)).read()  # never None for a regular file
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
         raise DataError(
             f"{archive.name} ({archive.stat().st_size} bytes) cannot be unpacked: {error}", where=archive, next_step=REMEDY
@@ -475,7 +475,7 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
 
 
 class _Bounded(io.RawIOBase):
-    """Stream that raises an error after `limit_bytes` bytes, because a small archive can unpack to any size."""
+    """Stream that raises an error after `limit_bytes` bytes. It is needed because a small archive can unpack to any size."""
 
     def __init__(self, stream: gzip.GzipFile, limit_bytes: int):
         self._stream, self._left = stream, limit_bytes

@@ -99,15 +99,15 @@ class ImageBatches(ResumableBatches):
     def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         table = self._table(epoch)
         if position == self.batches_per_epoch // 2:
-            self._table(epoch + 1)  # copied while the device is busy, so that the next epoch starts without waiting
+            self._table(epoch + 1)  # copy the next table early, so that the next epoch need not wait
         first = position * self.batch_size
         part = self._part(min(self.batch_size, self.records - first))
-        # Column slice [6, B / ranks] of the epoch's table: this rank's part of the global batch.
+        # Take this rank's part of the global batch: a slice of the columns of the epoch's table, [6, B / ranks].
         chosen = table[:, first + part.start : first + part.stop]
         pixels_BYXC = cut_out(self._pixels, chosen, self._steps)
         images_BYXC = (pixels_BYXC * self._scale).add_(self._shift)
         if self.hole:
-            # After normalisation, 0 is the mean of the channel.
+            # Fill the hole with 0, which is the mean of the channel after normalisation.
             images_BYXC.masked_fill_(holes(chosen, self._steps, self.hole)[..., None], 0.0)
         # Shape [B, 3, Y, X] with the strides of [B, Y, X, 3] is PyTorch's channels-last format. No data are copied.
         return images_BYXC.to(self.dtype).permute(0, 3, 1, 2), self._labels[chosen[_PLACE]]
@@ -127,13 +127,13 @@ class ImageBatches(ResumableBatches):
         """Draw the random numbers of an epoch. Every rank draws all of them, so they do not depend on the number of ranks."""
         table = np.zeros((6, self.records), dtype=np.int64)
         table[_PLACE], table[_STEP] = self._order(epoch), 1
-        # The third number separates this random stream from that of the order, which uses (seed, epoch).
+        # The third number of the seed makes this random stream differ from that of the order, which uses (seed, epoch).
         generator = np.random.default_rng((self.seed, epoch, 1))
         if "crop" in self.augment:
-            # With a border of P pixels, the crop may start at 0 to 2 P. P means no shift.
+            # With a border of P pixels, the crop may start at pixel 0 to 2 P. A start at P means no shift.
             table[[_TOP, _LEFT]] = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, self.records))
         if "flip" in self.augment:
-            # Drawn per image with epoch 0 in all epochs, so that each image alternates between both directions.
+            # Draw the direction of each image with epoch 0 in all epochs, so that each image alternates between both directions.
             first = np.random.default_rng((self.seed, 0, 2)).random(self.records) < 0.5
             mirrored = first[table[_PLACE]] ^ bool(epoch % 2)
             table[_STEP, mirrored] = -1
@@ -182,7 +182,7 @@ def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
         # `F.pad` counts dimensions from the last one: (0, 0) for the channels, then both sides of X and of Y.
         return F.pad(pixels_NYXC, (0, 0) + 4 * (CROP_PADDING,))
     side = pixels_NYXC.shape[1]
-    # Reflect without repeating the edge pixel: -k maps to k, and (side - 1) + k maps to (side - 1) - k.
+    # Mirror at the edge pixel without repeating it: index -k becomes k, and index (side - 1) + k becomes (side - 1) - k.
     source = torch.arange(-CROP_PADDING, side + CROP_PADDING, device=pixels_NYXC.device).abs()
     source = (side - 1) - (side - 1 - source).abs()
     return pixels_NYXC.index_select(1, source).index_select(2, source)

@@ -1,4 +1,4 @@
-"""Image sets with a train and a test split, checks of image sets, and a synthetic set whose best possible accuracy is known.
+"""Define and check image sets with a train and a test split, and generate a synthetic set whose best accuracy is known.
 
 An image of the synthetic set shows a grating (parallel stripes). In class k, the orientation of the stripes is k * 18 degrees,
 which is clearly visible for every phase, colour, contrast and noise. In each split, the labels of exactly round(flip_rate * N) of
@@ -73,7 +73,8 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     for channel in range(images.shape[1]):
         total = squares = 0
         # The pixels and their squares are integers, so the sums of a part are exact in float64, and need no float copy of all
-        # images. The variance is a difference of large numbers. It is exact because Python's integers have no limit.
+        # images. The variance is a difference of large numbers. It is computed exactly, because Python's integers have unlimited
+        # size.
         for start in range(0, len(images), 1024):
             pixels = images[start : start + 1024, channel].ravel().astype(np.float64)
             total += int(pixels.sum())
@@ -181,7 +182,7 @@ def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator)
     for label in range(CLASS_COUNT):
         members = order[classes[order] == label]
         position[members] = np.arange(len(members))
-    changed = np.lexsort((classes, position))[:flips]  # the first of every class, then the second of every class, ...
+    changed = np.lexsort((classes, position))[:flips]  # take the first image of every class, then the second, ...
     labels[changed] = (classes[changed] + 1 + position[changed] % (CLASS_COUNT - 1)) % CLASS_COUNT
     return labels
 

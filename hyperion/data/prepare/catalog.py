@@ -15,8 +15,8 @@ from hyperion.data.store.sources import Checksums, PublishedSet, Sourced, mirror
 from hyperion.data.text import instructions, tokenizer, wikitext2
 
 _UNFINISHED = ".part"
-# For each place, the requested sources for which data may be read from it. A download is stored in the cache, so the source
-# 'download' reads from the cache.
+# For each place that holds files: the values of `data_source` with which data are read from it. A download is stored in the
+# cache, so 'download' reads from the cache.
 _TAKEN_FROM = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "download")}
 
 
@@ -48,7 +48,7 @@ def fetch_all(cifar10_url: str = cifar10.URL, instructions_url: str = instructio
 def _report(name: str, action: Callable[[], str]) -> FetchReport:
     try:
         return FetchReport(name, "ok", action())
-    # One unreachable data set must not prevent the preparation of the others.
+    # Continue after an error, because one unreachable data set must not prevent the preparation of the others.
     except DataError as error:
         return FetchReport(name, "failed", str(error))
 
@@ -83,7 +83,7 @@ def _identity(name: str, place: str) -> dict | None:
     try:
         root = mirror_root() if place == "mirror" else cache_root()
     except DataUnavailable:
-        return None  # HYPERION_DATA_MIRROR is not set
+        return None  # there is no mirror, because HYPERION_DATA_MIRROR is not set
     path = _files_of(name, root, place)
     if path is None:
         return None
@@ -112,9 +112,9 @@ def _files_of(name: str, root: Path, place: str) -> Path | None:
 
 
 def _hash_of(path: Path) -> str:
-    """Return the hash of the names and contents of all files, except unfinished and quarantined files."""
+    """Return one hash of the names and contents of all files of a data set, except unfinished and quarantined files."""
     digest = hashlib.sha256()
-    # Sort the files, because the order of `rglob` depends on the file system.
+    # Sort the files, because the order in which `rglob` yields them depends on the file system.
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         parts = file.relative_to(path.parent).parts
         # Only relative parts are tested, because a hidden folder above the data set must not exclude all of its files.

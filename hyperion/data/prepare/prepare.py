@@ -1,4 +1,4 @@
-"""Prepare text and images for training. The name of a folder of prepared data contains the hash of its inputs.
+"""Prepare text and images for training, in folders whose names contain the hash of all inputs.
 
 Each preparation step is checked by its counts.
 """
@@ -102,7 +102,7 @@ def prepare_text(
     if not reused:
         workers = workers or workers_for(sum(map(corpus.characters, SPLITS)))
         write_text(folder, corpus, tokenizer, sequence_length, workers)
-    # New data are read back and verified like reused data, so both cases give the same arrays.
+    # Read new data back and verify them in the same way as reused data, so that both cases give the same arrays.
     arrays, manifest = open_prepared(folder)
     tokens = {split: arrays[split] for split in SPLITS}
     samples = {split: arrays[f"{split}{SAMPLES}"] for split in SPLITS}
@@ -133,7 +133,7 @@ def prepare_images(images: ImageSet) -> PreparedImages:
 
 
 def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int, workers: int) -> None:
-    """Write the folder of a tokenized corpus, which must not exist yet (see `prepare_text`)."""
+    """Write the folder of a tokenized corpus (see `prepare_text`). The folder must not exist yet."""
     with staged(folder) as work, tokenizer.encoding(workers) as encoding:
         steps = {split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length) for split in SPLITS}
         (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
@@ -155,7 +155,7 @@ def _text_overlap(work: Path, name: str) -> dict[str, dict]:
     """Count the records that occur in more than one split, and return the counts as JSON values.
 
     Raises:
-        DataError: there are too many.
+        DataError: too many records are repeated.
     """
     tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
     samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
@@ -165,7 +165,7 @@ def _text_overlap(work: Path, name: str) -> dict[str, dict]:
 
 
 def write_images(folder: Path, images: ImageSet) -> None:
-    """Write the folder of an image set, which must not exist yet (see `prepare_images`)."""
+    """Write the folder of an image set (see `prepare_images`). The folder must not exist yet."""
     overlap = image_overlap(images.train_images, images.test_images)
     require_little_overlap(overlap, "images", images.name)
     facts = {
@@ -214,7 +214,7 @@ def _folder(name: str, parts: dict) -> Path:
 
 
 def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: EncoderPool, length: int) -> dict:
-    """Write the token stream of a split and the positions of its lines, chunk by chunk. Return the counts of each step."""
+    """Write the token stream of a split and the positions of its lines, one chunk at a time. Return the counts of each step."""
     read = words = 0
     padded, opening = Padding(), []
     with (
@@ -235,11 +235,12 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
             samples.append(np.stack([starts, encoded.sizes], axis=1)[non_blank])
             tokens.append(encoded.ids)
             padded += Padding.of(encoded.sizes[non_blank], length)
-            # Taken from the first chunk only. `verify` decodes these tokens to detect a file of another split or vocabulary.
+            # Keep the token ids of the first lines, from the first chunk only. `verify` decodes them to detect a file of another
+            # split or vocabulary.
             opening = opening or encoded.ids[: _opening_tokens(encoded.sizes)].tolist()
             read, words = read + len(encoded.sizes), words + encoded.words_with_eos
         windows, left_over = packed_windows(tokens.rows, length)
-        # `close` writes the final header. It is called only if all chunks were encoded.
+        # `close` writes the final header, so it is called only after all chunks were encoded.
         samples.close()
         tokens.close()
     return {
@@ -257,7 +258,7 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
 
 
 def _opening_tokens(sizes: np.ndarray) -> int:
-    """Return the number of tokens in the first lines of a split: as many lines as are needed to reach OPENING_TOKENS tokens."""
+    """Return the number of tokens in the opening of a split: its first lines, as many as are needed for OPENING_TOKENS tokens."""
     ends = np.cumsum(sizes)
     return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
 

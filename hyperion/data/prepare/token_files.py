@@ -1,7 +1,8 @@
-"""Write a corpus as Megatron's token files, one pair for each split, with a fingerprint that is the same on every machine.
+"""Write a corpus as Megatron's token files: one pair of files for each split, and a fingerprint that is equal on all machines.
 
-The files of a prefix are `PREFIX_<split>.bin`, `PREFIX_<split>.idx` and the fingerprint, `PREFIX.json`. The fingerprint has no
-path, no time and no other fact of the machine. So two machines have the same tokens if their fingerprints are equal.
+The files for a path prefix are `PREFIX_<split>.bin`, `PREFIX_<split>.idx` and the fingerprint, `PREFIX.json`. The fingerprint
+contains counts and hashes, but no path, no time and no other property of the machine. So two machines have the same tokens if
+their fingerprints are equal.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ from hyperion.paths import flush
 from hyperion.untrusted import open_regular, parse_json, read_json
 
 Split = Literal["train", "validation", "test"]
-# A split, and the texts of a document. Each text becomes a sequence.
+# The split of a document, and the texts of the document. Each text becomes a sequence.
 Document = tuple[Split, Sequence[str]]
 _SPLIT_OF: dict[str, Split] = {"train": "train", "valid": "validation", "test": "test"}
-HELD_OUT_EVERY = 20  # one of 20 documents of a file is in the test split
+HELD_OUT_EVERY = 20  # on average, one of 20 documents of a file is put into the test split
 _COUNTS = ("documents", "sequences", "tokens")
 _NO_FILE = "give a file with a JSON object in each line"
-_TITLE = re.compile(r" = [^=].* = \n")  # of an article; titles of sections have more signs
+_TITLE = re.compile(r" = [^=].* = \n")  # title of an article; titles of sections have more equals signs
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The fingerprint of the token files of a prefix.
+    """Fingerprint: names, counts and hashes that identify the token files that were written with one prefix.
 
     Args:
         data: name of the text, and hash of its content.
@@ -66,7 +67,7 @@ class TokenFiles:
 
 
 def write_corpus_tokens(prefix: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> TokenFiles:
-    """Write the splits of a corpus in the form of WikiText. An article is a document, and a non-empty line is a sequence.
+    """Write token files for a corpus that has WikiText's format. An article becomes a document, and a non-empty line a sequence.
 
     Args:
         prefix: start of the paths of the files. Missing folders are created.
@@ -84,10 +85,11 @@ def write_corpus_tokens(prefix: Path, corpus: TextCorpus, tokenizer: Tokenizer) 
 
 
 def write_jsonl_tokens(prefix: Path, path: Path, tokenizer: Tokenizer) -> TokenFiles:
-    """Write the splits train and test of a file with one JSON object in a line, as C4 and Megatron's tools have it.
+    """Write token files for a file with one JSON object per line, the format of C4 and of Megatron's tools.
 
-    The text "text" of an object is a document with one sequence. The hash of this text decides its split. So equal documents are
-    in the same split, and the split of a document does not depend on other documents.
+    The value of "text" in each object becomes a document with one sequence. The hash of this text determines whether the document
+    is in the split 'train' or 'test'. So equal documents are in the same split, and the split of a document does not depend on
+    other documents.
 
     Args:
         prefix: start of the paths of the files. Missing folders are created.
@@ -95,7 +97,8 @@ def write_jsonl_tokens(prefix: Path, path: Path, tokenizer: Tokenizer) -> TokenF
         tokenizer: the tokenizer. Its end-of-text token ends each document.
 
     Raises:
-        DataError: a line is no object with a text, or see `write_corpus_tokens`. The error names the line.
+        DataError: a line is not a JSON object with a text (the error names the line), or one of the causes in
+            `write_corpus_tokens`.
     """
     try:
         source, size = Source(path.name, sha256_of(path)), path.stat().st_size
@@ -120,7 +123,8 @@ def check_token_files(prefix: Path) -> TokenFiles:
     for split, expected in stated.splits.items():
         part = f"{prefix}_{split}"
         found = token_fingerprint(Path(part))
-        # Hashes first: if a file was changed, its counts differ too, and the fingerprint is not to blame.
+        # Compare the hashes first. If a file was changed, its counts may differ too, and the error must name this file and not
+        # the fingerprint.
         for field, name in (("index_sha256", f"{part}.idx"), ("sha256", f"{part}.bin"), *((count, path) for count in _COUNTS)):
             have, want = getattr(found, field), getattr(expected, field)
             if have != want:
@@ -146,16 +150,16 @@ def articles(lines: Sequence[str]) -> list[list[str]]:
 
 
 def split_of(text: str) -> Split:
-    """Return the split of a document of a file, from the hash of its text."""
+    """Return the split of a document, 'train' or 'test', which the hash of its text determines."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return "test" if number % HELD_OUT_EVERY == 0 else "train"
 
 
 def jsonl_texts(path: Path) -> Iterator[str]:
-    """Yield the text "text" of each line of a file of JSON objects.
+    """Yield the value of "text" in each line of a file with one JSON object per line.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object with a non-empty text, or is too long.
+        DataError: the file cannot be read, a line is too long, or a line is not a JSON object with a non-empty text.
     """
     remedy = 'each line must be a JSON object with a non-empty "text"; correct this line, or remove it'
     number = 0
@@ -182,13 +186,13 @@ def jsonl_texts(path: Path) -> Iterator[str]:
 def _write(
     prefix: Path, splits: Sequence[Split], documents: Iterator[Document], data: Source, tokenizer: Tokenizer, workers: int
 ) -> TokenFiles:
-    """Write the files of all splits in a working folder, read them back, and give them their names."""
+    """Write the files of all splits in a working folder, read them back to check them, then move them to their final names."""
     names = [f"{prefix.name}_{split}{suffix}" for split in splits for suffix in (".bin", ".idx")] + [f"{prefix.name}.json"]
     _require_new(prefix.parent, names)
     dtype = stored_dtype(tokenizer.vocab_size)
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        # Links need one file system, so the working folder is next to the files.
+        # A hard link works only within one file system, so the working folder is next to the final files.
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}.", suffix=".part", dir=prefix.parent) as folder:
             work = Path(folder)
             with contextlib.ExitStack() as opened:
@@ -227,7 +231,7 @@ def _encode(
     Raises:
         DataError: a text contains the end-of-text token, or decoding does not reproduce a text.
     """
-    # The texts that are being encoded: number of the document, its split, and whether the text is its last one.
+    # For each text that is being encoded: number of the document, split of the document, and whether this is its last text.
     pending: deque[tuple[int, Split, bool]] = deque()
 
     def texts() -> Iterator[str]:
@@ -258,7 +262,7 @@ def _require_new(folder: Path, names: Sequence[str]) -> None:
 
 
 def _publish(work: Path, folder: Path, names: Sequence[str]) -> None:
-    """Give the files their names. The fingerprint is last, so files without a fingerprint are incomplete."""
+    """Publish the files under their final names. The fingerprint comes last, so files without a fingerprint are incomplete."""
     for name in names:
         flush(work / name)
     linked: list[Path] = []

@@ -1,4 +1,4 @@
-"""Verify data folders: find every damaged file and record, and move damaged folders to quarantine.
+"""Verify data folders. Find every damaged file and record, and move each damaged folder to a quarantine folder.
 
 The content of prepared arrays is checked too: token ids must be within the vocabulary and decode to the recorded text, images and
 labels must be valid, and all counts must equal those that were recorded when the data were prepared.
@@ -43,7 +43,7 @@ OUTDATED = (
 )
 STAGE_AGAIN = "download the data again with `make fetch`, or set HYPERION_DATA_MIRROR to a folder that contains them"
 _SHOWN_RUNS = 3
-FORMAT = 3  # version of the layout; part of the folder names and the manifests, so that a new layout gets new folders
+FORMAT = 3  # version of the folder layout; it is part of folder names and manifests, so that a new layout gets new folders
 SAMPLES = "_samples"  # name suffix of the array with the start and the length of each line in a split
 TOKENIZER_FILE = "tokenizer.json"
 ARRAYS_OF = {
@@ -58,7 +58,7 @@ class FolderVerdict(NamedTuple):
 
     Attributes:
         folder: the folder that was verified.
-        findings: problems found in the folder; empty if the folder is unchanged.
+        findings: problems found in the folder; empty if the data are undamaged.
         moved_to: new path of a damaged folder; None if the folder was not moved.
         next_step: what the user should do; "" if there is nothing to do.
         origin: source of the data, and whether they are the publisher's files; "" if the source could not be read.
@@ -118,7 +118,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def examine(folder: Path) -> list[DataFinding]:
-    """Return every problem found in a prepared folder, or an empty list if the folder is unchanged.
+    """Check a prepared folder, and return every problem found. The list is empty if the folder is undamaged.
 
     First, each file is compared with the manifest. A file can be missing, truncated, changed, swapped with another file, or not
     listed in the manifest. For a changed file, the finding names the records whose checksums do not match. Then the contents of
@@ -186,7 +186,7 @@ def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
 
 def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding]:
     """Yield a finding for each file that is missing, changed or not listed in the manifest."""
-    # Hashes of all arrays, to recognise a file with the content of another one.
+    # Map the hash of each array in the manifest to its name, to recognise a file that has the content of another one.
     hashes = {entry["sha256"]: name for name, entry in manifest.files.items() if is_array(name)}
     for name, expected in manifest.files.items():
         path = folder / name
@@ -253,7 +253,7 @@ def _products(folder: Path) -> list[Path]:
 def _verdict(folder: Path) -> FolderVerdict:
     manifest, origin = _manifest_of(folder), ""
     if manifest is not None:
-        # Data of another version are not damaged, so they are not moved.
+        # Data of another layout version are not damaged, so they are not moved to quarantine.
         if _is_described(manifest) and manifest.facts.get("format") != FORMAT:
             return FolderVerdict(folder, [], None, OUTDATED)
         official = manifest.facts.get("official")
@@ -278,7 +278,7 @@ def _is_described(manifest: DataManifest | None) -> bool:
 
 
 def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
-    """Verify the raw files of a data set in the cache with its loader, which checks counts, checksums, hashes and overlap."""
+    """Verify the raw files of a data set in the cache. Its loader checks counts, checksums, hashes and overlap."""
     folder, read = place
     try:
         origin = read().detail
@@ -308,7 +308,7 @@ def content_faults(
                 check(*arguments)
             except DataError as fault:
                 yield fault
-    # The manifest may have been edited, so each of its facts may be missing or have another type.
+    # A user may have edited the manifest, so each of its facts may be missing or have a wrong type.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         fault = f"the entry 'facts' of the manifest does not fit this kind of data: {printable(repr(error))[:200]}"
         yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
@@ -375,7 +375,7 @@ def _check_token_type(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
 def _check_text_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: dict) -> None:
     tokens, samples = ({split: arrays[f"{split}{kind}"] for split in SPLITS} for kind in ("", SAMPLES))
     if any(array.ndim != 2 or array.shape[1] != 2 for array in samples.values()):
-        return  # _check_samples reports it
+        return  # `_check_samples` reports this error
     _check_overlap(folder, token_overlap(tokens, samples), expected, "long lines")
 
 
@@ -384,7 +384,7 @@ def _check_image_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: 
 
 
 def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict, what: str) -> None:
-    """Check that the overlap of the splits is small, and equal to that when the data were prepared."""
+    """Check that few records occur in more than one split, and that their number is the same as when the data were prepared."""
     require_little_overlap(found, what, folder / FILE_NAME)
     for split, overlap in found.items():
         fault = (
@@ -421,7 +421,7 @@ def _check_samples(path: Path, samples: np.ndarray, tokens: int) -> None:
 
 def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> None:
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE or not len(images):
-        return  # check_images reports it
+        return  # `check_images` reports this error
     means, _ = channel_statistics(images)
     found, wanted = (", ".join(f"{mean:.4f}" for mean in values) for values in (means, expected))
     fault = (
@@ -436,7 +436,7 @@ def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> No
 def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> None:
     names = list(expected)
     if labels.dtype.kind not in "iu" or np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= len(names))):
-        return  # check_labels reports it
+        return  # `check_labels` reports this error
     found = np.bincount(np.asarray(labels), minlength=len(names))
     for name, count in zip(names, found, strict=True):
         fault = (

@@ -1,4 +1,4 @@
-"""Arrays on disk. They are written incrementally with a checksum per block of rows, and read through memory maps."""
+"""Write arrays to disk incrementally, with a checksum per block of rows, and read them through memory maps."""
 
 import zlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ BLOCK_BYTES = 2048
 
 
 def rows_of_a_block(dtype: DTypeLike, row_shape: tuple[int, ...]) -> int:
-    """Return the number of rows that share a checksum: 1 for CIFAR-10 images, and 1,024 for 16-bit tokens."""
+    """Return the number of rows in a block, which has one checksum: 1 for CIFAR-10 images, and 1,024 for 16-bit tokens."""
     return max(1, BLOCK_BYTES // (np.dtype(dtype).itemsize * int(np.prod(row_shape, dtype=np.int64))))
 
 
@@ -29,7 +29,7 @@ def narrowed(values: np.ndarray, dtype: DTypeLike, where: object) -> np.ndarray:
     values, dtype = np.asarray(values), np.dtype(dtype)
     if np.can_cast(values.dtype, dtype, casting="safe"):
         return np.array(values, dtype=dtype, order="C")
-    with np.errstate(invalid="ignore"):  # casting NaN to an integer warns; the comparison below detects it
+    with np.errstate(invalid="ignore"):  # casting NaN to an integer warns, but the comparison below detects NaN
         cast = np.array(values, dtype=dtype, order="C")
     # A negative number that was cast to an unsigned type can compare equal to the original, so the signs are also compared.
     changed = np.flatnonzero(((cast != values) | ((cast < 0) != (values < 0))).reshape(-1))
@@ -56,7 +56,7 @@ def open_array(path: Path) -> np.ndarray:
     except (ValueError, OSError, TypeError, OverflowError, SyntaxError, MemoryError) as error:
         # NumPy parses the header as a Python literal, so a damaged header can raise any of these.
         raise DataError(f"{path.name} is not an array of numbers: {error}", where=path, next_step=again) from error
-    # A row without elements would have a block of 0 bytes.
+    # Reject rows without elements, because a block of such rows would have 0 bytes.
     if not array.ndim or array.dtype.kind not in "biuf" or 0 in array.shape[1:]:
         fault = f"{path.name} is {array.dtype} {list(array.shape)}, expected rows of numbers"
         raise DataError(fault, where=path, next_step=again)
@@ -64,9 +64,9 @@ def open_array(path: Path) -> np.ndarray:
 
 
 class ArrayWriter:
-    """Writer of one array. Rows are appended to a new file, `<folder>/<name>.npy`.
+    """Writer that appends the rows of one array to a new file, `<folder>/<name>.npy`.
 
-    Their checksums are written to `<folder>/checksums/<name>.npy`.
+    The checksums of the rows are written to `<folder>/checksums/<name>.npy`.
 
     Args:
         folder: folder for the two files.
@@ -79,7 +79,7 @@ class ArrayWriter:
         self.rows, self.dtype, self._row_shape = 0, np.dtype(dtype), tuple(row_shape)
         self._checksums, self._sums = folder / FOLDER / f"{name}.npy", bytearray()
         self._block = rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
-        self._left = b""  # bytes of the rows in the last, incomplete block
+        self._left = b""  # bytes of the rows in the last block, which is not complete yet
         self._file = open(folder / f"{name}.npy", "xb")  # noqa: SIM115 - closed by `close`
         # The number of rows is not known yet. `close` writes the final header over this one.
         self._write_header()
@@ -93,7 +93,7 @@ class ArrayWriter:
         content = narrowed(rows, self.dtype, self._file.name)
         self._file.write(content.data)
         self.rows += len(content)
-        # Checksums are computed over complete blocks, so the bytes after the last one are kept for the next call.
+        # Checksums are computed over complete blocks, so the bytes after the last complete block are kept for the next call.
         ready = memoryview(self._left + content.tobytes())
         full = len(ready) - len(ready) % self._block
         self._add_sums(ready[:full])
@@ -123,7 +123,7 @@ class ArrayWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()  # no effect after `close`; an unfinished file is removed with its staging folder
+        self._file.close()  # no effect after `close`; `staged` removes an unfinished file with its working folder
 
 
 def damaged_rows(folder: Path, name: str) -> list[tuple[int, int]]:
@@ -160,7 +160,7 @@ def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
     """Return uint16 if it can represent every token id, else uint32.
 
     Args:
-        vocab_size: largest id + 1, which is more than the number of vocabulary entries if some ids are unused.
+        vocab_size: largest id + 1. This is more than the number of vocabulary entries if some ids are unused.
         where: value for the field `where` of an error.
 
     Raises:
@@ -185,7 +185,7 @@ def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, sour
             with ArrayWriter(work, key, array.dtype, array.shape[1:]) as writer:
                 for first in range(0, len(array), ROWS_AT_ONCE):
                     writer.append(array[first : first + ROWS_AT_ONCE])
-                # Closed explicitly and not by `__exit__`, because after an error the array must not get a final header.
+                # Call `close` explicitly and not in `__exit__`, because the array must not get a final header after an error.
                 writer.close()
         write_manifest(work, name=name, source=source, detail=detail, facts=facts)
 
@@ -205,7 +205,7 @@ def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
 
 
 def is_array(name: str) -> bool:
-    """Return True if a file name in a manifest is that of an array, and not of a checksum file or a tokenizer."""
+    """Return True if a file in a manifest is an array. Other files are checksums and tokenizers."""
     return name.endswith(".npy") and "/" not in name
 
 

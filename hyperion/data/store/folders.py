@@ -28,7 +28,7 @@ from hyperion.untrusted import inner_path, open_regular, printable, read_json
 # relative path. Without the mark, `hyperion clean` could not distinguish Hyperion's files from the user's. The dot in the name
 # excludes the mark from the hash of a data set.
 MARK = ".hyperion.json"
-# Names of the working folders of `staged`: ".<name>.<process ID>.<random digits>.part".
+# Pattern for the names of the working folders that `staged` creates: ".<name>.<process ID>.<random digits>.part".
 WORKING = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.part")
 QUARANTINE = "quarantine"  # folder for data that failed a check, where the user can inspect them
 
@@ -93,14 +93,14 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def _marked(path: Path) -> list[int]:
-    """Return the size in bytes and the modification time in ns. Editing the file changes at least one of them."""
+    """Return the size of a file in bytes and its modification time in ns. Editing the file changes at least one of them."""
     # `lstat` examines a link itself and not its target.
     facts = path.lstat()
     return [facts.st_size, facts.st_mtime_ns]
 
 
 def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
-    """Return the files of a folder that `staged` did not write.
+    """Return the files of a folder that are not Hyperion's own, because `staged` did not write them.
 
     If the folder has no mark (see MARK), the folder itself is returned. Otherwise each file, link or special file is returned
     that the mark does not list, or that was changed after it was written. Links are not followed.
@@ -149,7 +149,7 @@ def content_hash(path: Path, algorithm: str) -> str:
 
     Args:
         path: path of the file.
-        algorithm: name of an algorithm of hashlib, because some publishers state md5 or sha1 and not sha256.
+        algorithm: name of a hash algorithm of hashlib. Some publishers state md5 or sha1 instead of sha256.
 
     Raises:
         DataError: the path is a named pipe, a device, a socket or a folder.
@@ -177,7 +177,7 @@ def _take_the_name(work: Path, target: Path) -> None:
         # A rename onto a folder with files fails with one of these two codes, depending on the system.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        return  # another process staged it first
+        return  # another process has already created `target`
     flush(target.parent)
 
 
@@ -257,7 +257,7 @@ def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: 
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
-    """Return the manifest of `folder`, or None if it has none, because the user put the files there.
+    """Return the manifest of `folder`, or None if there is none. A folder that the user filled has no manifest.
 
     Raises:
         DataError: the manifest is unreadable, has a field of a wrong type, names a file outside of the folder, or has another

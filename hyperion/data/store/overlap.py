@@ -1,4 +1,4 @@
-"""Find records that occur in more than one split. A model must not be tested on records on which it was trained.
+"""Find records that occur in more than one split, because a model must not be tested on its own training data.
 
 Records are compared exactly: images byte by byte, and lines by their words or token ids. Changed copies (recompressed, cropped or
 edited) are not detected. In CIFAR-10, 3.3 % of the test images have such near duplicates: Barz and Denzler, Do We Train on Test
@@ -17,9 +17,9 @@ from hyperion.data.store.folders import DataError
 # WikiText-2, 7 lines of at least 10 words in valid and test also occur in another split, and all of them are headings. No line
 # of at least 12 words does (train has 16,281 such lines, valid 1,736 and test 1,963).
 LONG_LINE_WORDS = 12
-# This limit is used if only token ids are known. A synthetic line has 16 tokens. With the tokenizer of GPT-2, 66 lines of
-# WikiText-2 with at least 12 tokens also occur in another split, but no line with at least 16 tokens does (train has 16,363
-# such lines, valid 1,746 and test 1,995).
+# Minimum length of a long line in tokens, used if only token ids are known. A synthetic line has 16 tokens. With the tokenizer of
+# GPT-2, 66 lines of WikiText-2 with at least 12 tokens also occur in another split, but no line with at least 16 tokens does
+# (train has 16,363 such lines, valid 1,746 and test 1,995).
 LONG_LINE_TOKENS = 16
 # Largest accepted share of repeated records in a split. In WikiText-2 and CIFAR-10, the share is 0. A few repeated records do not
 # change a score, and the user's own corpus may repeat, for example, a copyright notice.
@@ -99,7 +99,7 @@ def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: 
 
 
 def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, SplitOverlap]:
-    # Only the digests of the smaller splits are stored. 'train' is read as a stream.
+    # Keep only the digests of the smaller splits in memory. The records of 'train' are read one after the other.
     held = {
         split: [(number, _digest(content)) for number, content in records]
         for split, records in splits.items()
@@ -117,7 +117,7 @@ def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, Spl
 
 
 def _digest(content: bytes) -> bytes:
-    # With 128 bits, a collision of two different records is practically impossible.
+    # Digests have 128 bits, so it is practically impossible that two different records have the same digest.
     return blake2b(content, digest_size=16).digest()
 
 
@@ -133,7 +133,7 @@ def _long_samples(tokens: np.ndarray, samples: np.ndarray) -> Iterator[tuple[int
         part = np.asarray(samples[begin : begin + _ROWS_AT_ONCE])
         for number in np.flatnonzero(part[:, 1] >= LONG_LINE_TOKENS).tolist():
             start, size = part[number].tolist()
-            # The dtype is the same in all splits, so equal ids give equal bytes.
+            # Lines can be compared as bytes: all splits have the same dtype, so equal ids give equal bytes.
             yield begin + number, tokens[start : start + size].tobytes()
 
 

@@ -1,7 +1,7 @@
-"""Data sources: mirror, cache, download and synthetic data. They are tried in this order, and the source used is printed.
+"""Load data sets from a mirror, the cache, a download or a generator of synthetic data, tried in this order.
 
-The mirror is a folder of the user, and the cache is a folder of Hyperion. A download cannot hang, because the host is tested
-first and a stalled download has a time limit. After a download, its checksum is verified.
+The source that was used is printed. The mirror is a folder of the user, and the cache is a folder of Hyperion. A download cannot
+hang, because the host is tested first and a stalled download has a time limit. After a download, its checksum is verified.
 """
 
 import errno
@@ -33,16 +33,16 @@ FETCH_HINT = (
 PROBE_LIMIT_S = 3.0
 STALL_LIMIT_S = 10.0
 DOWNLOAD_LIMIT_S = 1800.0
-DOWNLOAD_LIMIT_BYTES = 1 << 30  # the largest download, CIFAR-10, has 170 MB
+DOWNLOAD_LIMIT_BYTES = 1 << 30  # limit on a download; the largest one, CIFAR-10, has 170 MB
 COPY_LIMIT_BYTES = (
     1 << 28
 )  # largest file copied from the mirror; an unpacked batch file of CIFAR-10 has 31 MB, the archive 170 MB
 PROBE_MEMORY_S = 60.0
 CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-NETWORK_FAULTS = (OSError, http.client.HTTPException)  # errors of urllib, timeouts and TLS errors are OSErrors
+NETWORK_FAULTS = (OSError, http.client.HTTPException)  # urllib's errors, timeouts and TLS errors are subclasses of OSError
 
-# For each host that did not answer: the time until which it is treated as unreachable, and the reason.
+# A dict that maps each host that did not answer to the time until which the host is treated as unreachable, and to the reason.
 _silent_until: dict[str, tuple[float, str]] = {}
 
 
@@ -68,7 +68,7 @@ class Checksums:
 
     @property
     def official(self) -> bool:
-        """True if every file has its published checksum."""
+        """True if every file has the checksum that its publisher states."""
         return self.matching == self.files
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def compare_checksums(expected: Mapping[Path, str], algorithm: str, note: str = 
 class Sourced(Protocol):
     """A data set with its name and source. `checksums` is None if the data set has no publisher."""
 
-    # These are properties, because the attributes of frozen dataclasses are read-only.
+    # Declared as properties, because the attributes of frozen dataclasses are read-only.
     @property
     def name(self) -> str: ...
     @property
@@ -152,13 +152,13 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
         return result
     refused: dict[str, str] = {}
     for source in (source for source in ORDER if source in suppliers):
-        # After a silent fallback to synthetic data, the results would look like results on real data.
+        # Do not fall back to synthetic data unless it is allowed, because their results would look like results on real data.
         if source == "synthetic" and not allow_synthetic:
             refused[source] = "not allowed in this profile unless data_source=synthetic is given"
             continue
         try:
             result = suppliers[source]()
-        # Try the next source only if this one lacks the data set. Wrong data (DataError) end the search.
+        # Try the next source only if this one does not have the data set. Wrong data raise a DataError, which ends the search.
         except DataUnavailable as reason:
             refused[source] = reason.what
             continue
@@ -216,7 +216,7 @@ class PublishedSet(Generic[T]):
         return self.read(target, "download", "the cache")
 
     def suppliers(self) -> dict[str, Callable[[], T]]:
-        """Return a dict that maps the name of a source to a function that loads the data set from it, for `take`."""
+        """Return the suppliers that `take` needs: a dict that maps each source to a function that loads the data set from it."""
         return {"mirror": self.mirrored, "cache": self.cached, "download": self.downloaded}
 
     def stage(self) -> str:
@@ -233,7 +233,7 @@ class PublishedSet(Generic[T]):
             self.cached()
             return "present"
         try:
-            # The result is not used. Reading checks the files, because damaged files must not enter the cache.
+            # Read the data set only to check its files, because damaged files must not enter the cache.
             self.mirrored()
         except DataUnavailable:
             self.fetch(target)
@@ -308,7 +308,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
             announced = int(announced) if announced and announced.isdecimal() else None
             received = _copy(answer, file, [digest for digest, _ in digests.values()], path.name, announced)
     except NETWORK_FAULTS as error:
-        # A full disk is not a problem of the source, so `staged` reports it.
+        # An error of the local disk, such as a full disk, is not a problem of the source. `staged` reports it.
         if _is_local(error):
             raise
         if isinstance(getattr(error, "reason", error), TimeoutError):  # the host answered the first request, but sends no data
@@ -356,7 +356,7 @@ def _ask(host: str, faults: list[str]) -> None:
         request = urllib.request.Request(host, method="HEAD")
         urllib.request.urlopen(request, timeout=PROBE_LIMIT_S).close()
     except urllib.error.HTTPError:
-        return  # any HTTP status shows that the host answers
+        return  # an HTTP error status is also an answer of the host
     except NETWORK_FAULTS as error:
         faults.append(str(getattr(error, "reason", error)))
 

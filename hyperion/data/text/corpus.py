@@ -28,7 +28,7 @@ from hyperion.data.store.sources import Checksums
 from hyperion.untrusted import open_regular
 
 SPLITS = ("train", "valid", "test")
-LINE_BYTES = 1 << 26  # maximum length of a line, because a file without newlines would exhaust the memory
+LINE_BYTES = 1 << 26  # maximum length of a line; without a limit, a file without newlines would exhaust the memory
 LINE_WORDS = 15
 LINE_UNITS = LINE_WORDS + 1
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo", "ja", "he")
@@ -71,7 +71,7 @@ class EchoLanguage:
         edges = np.cumsum(self.probabilities)[:-1]
         fresh = np.searchsorted(edges, generator.random(shape), side="right")
         echo = generator.random(shape) < self.echo_probability
-        # There is no line above the first one.
+        # No word of the first line can be an echo, because there is no line above it.
         echo[:1] = False
         # For each position, find the latest line, up to this one, whose word was drawn. An echo copies the word of that line,
         # possibly through several lines.
@@ -112,7 +112,7 @@ class EchoLanguage:
         # If the word above is x, the next word is x with probability p + (1 - p) q(x), and any other word y with probability
         # (1 - p) q(y).
         q, p = self.probabilities, self.echo_probability
-        repeated = p + (1 - p) * q  # probability of the word above
+        repeated = p + (1 - p) * q  # probability that the next word equals the word above
         others = (1 - p) * q  # probability of any other word
         # The sum over all words y except x is the sum over all words minus the term of x.
         surprise = others * np.log(others)
@@ -149,7 +149,7 @@ class LineFile:
                             f"{name} contains a carriage return", where=f"{self.path}, line {number}", next_step=again
                         )
                     offset += len(content)
-                    # A last line without a newline is not yielded. The check after the loop reports it.
+                    # Do not yield a last line without a newline. The check after the loop reports it as an error.
                     if line.endswith("\n"):
                         yield line
         except OSError as error:
@@ -166,7 +166,7 @@ class LineFile:
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Lines of text in three splits, with their source.
+    """Text corpus: lines of text in three splits, with the source of the text.
 
     Attributes:
         name: 'wikitext-2', 'synthetic-echo', or the name that the caller of `corpus_of_files` chose.

@@ -1,4 +1,4 @@
-"""Encode text of any length to token ids, in this process or in several worker processes.
+"""Encode text of any length to token ids, either in this process or in several worker processes.
 
 Each distinct word is encoded once, and its ids are stored in a dict, because a lookup is faster than BPE. This is correct because
 GPT-2 splits text before every space that follows a visible character, and BPE never merges tokens across such a split, so the ids
@@ -28,7 +28,7 @@ from hyperion.data.store.folders import DataError
 from hyperion.processes.child_process import child_environment
 
 CHUNK_CHARACTERS = 1 << 16
-WAITING_CHUNKS = 2  # chunks in the queue, in addition to the chunks that workers are encoding
+WAITING_CHUNKS = 2  # number of chunks in the queue, in addition to the chunks that workers are encoding
 WORTH_A_WORKER = 1 << 25  # characters per worker; encoding them takes seconds, and starting a worker takes almost a second
 REMEMBERED_BYTES = 1 << 24  # approximate limit on the memory of the dict, for text of any length
 _PIECE_BYTES = 160  # approximate memory of a dict entry in bytes, without its characters
@@ -69,14 +69,16 @@ class LineEncoder:
 
     def encode(self, lines: Sequence[str]) -> Encoded:
         """Return the token ids of the lines, without special tokens. The ids of a line do not depend on other lines."""
-        # Clearing the dict is simpler than removing the least used words. Frequent words are soon encoded and stored again.
+        # If the dict is too large, clear it. This is simpler than removing the least used words, and frequent words are soon
+        # stored again.
         if self._bytes > REMEMBERED_BYTES:
             self._forget()
         split = [line.split() for line in lines]
         blank = np.array([not plain for plain in split], dtype=bool)
         pieces = [self._pieces(line, plain) for line, plain in zip(lines, split, strict=True)]
         counts = np.array([len(keys) for keys in pieces], dtype=np.int64)
-        # A lookup gives a new key the next number, so the last numbers are those of the new keys, which `_learn` uses.
+        # `_Places` gives each new key the next number at its first lookup. So the new keys, which `_learn` encodes, have the last
+        # numbers.
         places = np.fromiter(map(self._place.__getitem__, chain.from_iterable(pieces)), np.int64, int(counts.sum()))
         self._learn()
         starts, lengths = self._starts[places], self._lengths[places]
@@ -101,7 +103,7 @@ class LineEncoder:
         return words[1:]
 
     def _learn(self) -> None:
-        """Encode the new pieces of text, and store their token ids."""
+        """Encode the pieces of text that are not in the dict yet, and store their token ids."""
         # A dict keeps the order of insertion, so the new keys are the last ones.
         new = list(self._place)[len(self._starts) :]
         if not new:
@@ -122,7 +124,7 @@ class LineEncoder:
     def _forget(self) -> None:
         self._place, self._bytes = _Places(), 0
         self._starts, self._lengths = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._ids = np.empty(0, np.uint32)  # ids of all known pieces, concatenated
+        self._ids = np.empty(0, np.uint32)  # ids of all known pieces of text, in one array
 
 
 class EncoderPool:
@@ -160,7 +162,7 @@ class EncoderPool:
             yield pending.popleft().result()
 
     def _encode_chunk(self, chunk: list[str]) -> Encoded:
-        worker = self._free.get()  # there are as many threads as workers, so one is free
+        worker = self._free.get()  # a worker is free, because there are as many threads as workers
         try:
             return worker.encode(chunk)
         finally:
@@ -190,7 +192,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             # The workers are the parallelism. Threads inside each worker would compete for the same cores.
             env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # so that only the parent receives Ctrl-C
+            start_new_session=True,  # in its own session, the worker does not receive Ctrl-C
         )
         self._requests = cast(BinaryIO, self._process.stdin)
         self._answers = cast(BinaryIO, self._process.stdout)
@@ -203,9 +205,9 @@ class _Worker:
                 self._send(self._definition)
                 self._definition = None
             self._send(lines)
-            return pickle.load(self._answers)  # safe, because the sender is a child of this process
+            return pickle.load(self._answers)  # unpickling is safe, because a child of this process sent the data
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            # Otherwise, `wait` below would block on a worker that is still running.
+            # Kill the worker first. Otherwise, `wait` below would block if the worker is still running.
             self._process.kill()
             raise DataError(
                 f"a tokenizing worker ended with exit code {self._process.wait()}",
@@ -222,7 +224,7 @@ class _Worker:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()  # the worker has no state to save
-        with contextlib.suppress(BrokenPipeError):  # close() flushes what the worker has not read
+        with contextlib.suppress(BrokenPipeError):  # closing flushes requests that the worker has not read
             self._requests.close()
         self._answers.close()
         self._process.wait()
@@ -264,7 +266,7 @@ def in_chunks(lines: Iterable[str], characters: int) -> Iterator[list[str]]:
 
 
 class _Places(dict[str, int]):
-    """A dict that gives each key a number at its first lookup: 0, 1, 2, …"""
+    """A dict that numbers its keys 0, 1, 2, … in the order of their first lookup."""
 
     def __missing__(self, key: str) -> int:
         self[key] = place = len(self)
@@ -277,7 +279,8 @@ def _words(line: str, plain: list[str]) -> list[str] | None:
     If the line begins with a space, the first entry is "".
 
     Args:
-        plain: the line, split at any white space. If both splits have the same words, the words are separated by single spaces.
+        plain: the words of the line, split at any white space. The line is split at single spaces only if both splits give the
+            same words.
     """
     words = line.split(" ")
     body = words if words[0] else words[1:]

@@ -1,7 +1,8 @@
-"""Megatron's token files: `.bin` has the tokens, `.idx` the length of each sequence and the first sequence of each document.
+"""Read and write Megatron's token files: a `.bin` file with the tokens, and an `.idx` file with the index.
 
-A document may have several sequences, so the header has two counts. A reader that skips one of them reads garbage. All numbers
-are little-endian here. megatron-core uses the byte order of the machine, which is the same on all machines that it supports.
+The index contains the length of each sequence and the first sequence of each document. A document may have several sequences, so
+the header has two counts. A reader that skips one of the counts reads all later fields at wrong offsets. All numbers are
+little-endian here. megatron-core uses the byte order of the machine, which is the same on all machines that it supports.
 
 Source of the format: megatron-core 0.16.1, megatron/core/datasets/indexed_dataset.py.
 """
@@ -19,7 +20,7 @@ from hyperion.data.store.folders import DataError, sha256_of
 from hyperion.untrusted import open_regular
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQQ")  # version, code of the dtype, number of sequences, entries of the list of documents
+_HEADER = struct.Struct("<QBQQ")  # version, code of the dtype, number of sequences, length of the list of documents
 _VERSION = 1
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
@@ -62,7 +63,7 @@ class TokenFingerprint:
 
 
 class IndexedTokensWriter:
-    """Writer of the files `prefix`.bin and `prefix`.idx, which must not exist, and context manager that closes them.
+    """Writer of the files `prefix`.bin and `prefix`.idx, which must not exist yet. Use it as a context manager.
 
     Args:
         prefix: path without the suffix.
@@ -88,11 +89,11 @@ class IndexedTokensWriter:
         self._lengths.append(len(tokens))
 
     def end_document(self) -> None:
-        """End the current document. The next sequence belongs to another one."""
+        """End the current document. The next sequence belongs to a new document."""
         self._documents.append(len(self._lengths))
 
     def close(self) -> TokenFingerprint:
-        """Write the `.idx` file. Return what was written."""
+        """Write the `.idx` file, and return the counts and hashes of both files."""
         self._tokens.close()
         lengths = np.array(self._lengths, "<i4")
         documents = np.array(self._documents, "<i8")
@@ -120,8 +121,8 @@ def read_index(path: Path) -> Index:
     """Read an `.idx` file without megatron-core.
 
     Raises:
-        DataError: the file is missing or no index, its counts do not fit its size, a sequence does not start where the previous
-            one ends, or the documents do not divide the sequences.
+        DataError: the file is missing or is not an index, its counts do not match its size, a sequence does not start where the
+            previous one ends, or the documents do not cover all sequences in order.
     """
     try:
         with open_regular(path, DataError, AGAIN) as file:
@@ -152,7 +153,7 @@ def read_index(path: Path) -> Index:
 
 
 def index_bytes(sequences: int, documents: int) -> int:
-    """Return the size of an `.idx` file: a header, 12 bytes for each sequence, and 8 for each document and for the end."""
+    """Return the size of an `.idx` file: the header, 12 bytes per sequence, 8 bytes per document, and 8 bytes for the end."""
     return len(_MAGIC) + _HEADER.size + 12 * sequences + 8 * (documents + 1)
 
 
@@ -160,7 +161,8 @@ def token_fingerprint(prefix: Path) -> TokenFingerprint:
     """Read the files `prefix`.bin and `prefix`.idx, and return their counts and hashes.
 
     Raises:
-        DataError: see `read_index`, or the `.bin` file is missing or has not the size that the index states.
+        DataError: the `.idx` file is wrong (see `read_index`), the `.bin` file is missing, or its size differs from that in the
+            index.
     """
     tokens, index_path = _file(prefix, ".bin"), _file(prefix, ".idx")
     index = read_index(index_path)
@@ -175,11 +177,11 @@ def token_fingerprint(prefix: Path) -> TokenFingerprint:
 
 
 def _file(prefix: Path, suffix: str) -> Path:
-    # Not `with_suffix`, which would replace a part of a name such as c4.en.
+    # `with_suffix` cannot be used, because it would replace the end of a name such as c4.en.
     return Path(f"{prefix}{suffix}")
 
 
 def _starts(lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the offset in bytes of each sequence: the size of the sequences before it."""
+    """Return the offset of each sequence in bytes, which is the total size of all earlier sequences."""
     sizes = lengths.astype("<i8") * dtype.itemsize
     return (np.cumsum(sizes) - sizes).astype("<i8")

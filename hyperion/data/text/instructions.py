@@ -1,4 +1,4 @@
-"""Instruction rows for fine-tuning, and their token ids. A row has an instruction, an optional input, and a completion.
+"""Load and tokenize instruction rows for fine-tuning. A row has an instruction, an optional input, and a completion.
 
 The real rows are the 1,100 rows of Sebastian Raschka's "Build a Large Language Model (From Scratch)", chapter 7
 (github.com/rasbt/LLMs-from-scratch, Apache License 2.0). The synthetic rows are generated. Each synthetic completion follows
@@ -33,7 +33,7 @@ FOLDER, FILE = "instructions", "instructions.json"
 COUNT = 1100
 URL = "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
 SHA256 = "7e09a9af353722ca15c18bc580f093f9c39d3178335a75177319cb1e1d163944"
-HELD_OUT_EVERY = 10  # every tenth prompt is held out
+HELD_OUT_EVERY = 10  # one in this many prompts is held out
 KEYS = ("instruction", "input", "output")
 
 
@@ -47,7 +47,7 @@ class Instruction:
 
     @property
     def prompt(self) -> str:
-        """The input of the model: the instruction, the input and the heading of the response, in a fixed template."""
+        """Prompt for the model: the instruction, the input and the heading of the response, formatted with a fixed template."""
         given = f"### Input:\n{self.input}\n\n" if self.input else ""
         return f"### Instruction:\n{self.instruction}\n\n{given}### Response:\n"
 
@@ -116,7 +116,7 @@ def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0)
     """Generate tasks on synthetic words. No prompt is repeated. By default, there are as many rows as in the real set."""
     generator, words = np.random.default_rng(seed), EchoLanguage().words
     rows: dict[str, Instruction] = {}
-    # Draw until there are enough distinct prompts. A repeated prompt does not increase the number of rows.
+    # Draw tasks until there are enough distinct prompts. A task with a repeated prompt adds no row.
     while len(rows) < train + held_out:
         text, solve = _TASKS[generator.integers(len(_TASKS))]
         given = [words[i] for i in generator.integers(len(words), size=generator.integers(2, 6))]
@@ -210,7 +210,7 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
     return (tuple(row for row in rows if row.prompt not in held_out), tuple(row for row in rows if row.prompt in held_out))
 
 
-LEAST_PROMPT_SHARE = 4  # in a row that is too long, at least 1/4 of the positions are kept for the end of the prompt
+LEAST_PROMPT_SHARE = 4  # a row that is too long keeps at least 1/4 of its positions for the end of the prompt
 
 
 @dataclass(frozen=True)

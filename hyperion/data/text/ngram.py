@@ -1,4 +1,4 @@
-"""N-gram models as baselines: a neural language model must have a lower loss than a unigram and an interpolated bigram model.
+"""Unigram and interpolated bigram models as baselines: a neural language model must have a lower loss than both.
 
 The bigram model gives the token w after the token v the probability
 
@@ -94,7 +94,8 @@ def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix
     before_counts = np.bincount(train[:-1], minlength=vocab_size)
     before = np.concatenate([[prefix_id], tokens[:-1]])
     keys = before * vocab_size + tokens
-    # Binary search in the sorted pairs. The index is clipped, because that of a pair beyond the last one is outside the array.
+    # Binary search in the sorted pairs. For a pair after the last one, the search returns an index outside the array, so the
+    # index is clipped.
     place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
     count = np.where(pairs[place] == keys, pair_counts[place], 0)
     # c(v) counts tokens with a successor, so that the bigram probabilities of each v sum to 1.
@@ -102,7 +103,7 @@ def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix
     lower = _unigram_terms(train, tokens, vocab_size)
     bigram = np.where(
         seen > 0, count / np.maximum(seen, 1), lower[:, 0]
-    )  # use the unigram probability after a token that does not occur in train
+    )  # after a token that does not occur in train, use the unigram probability instead
     terms = np.column_stack([bigram, lower])
     return terms, np.searchsorted(BUCKET_EDGES, seen, side="right")
 
@@ -117,7 +118,7 @@ def _fit(terms: np.ndarray, buckets: np.ndarray, bucket_count: int) -> np.ndarra
         shares = terms * weights[buckets]
         shares /= shares.sum(axis=1, keepdims=True)
         for term in range(width):
-            # M step: a weight is the mean share of its term in the bucket. An empty bucket keeps equal weights.
+            # M step: the new weight of a term is its mean probability in the bucket. A bucket without tokens keeps equal weights.
             total = np.bincount(buckets, weights=shares[:, term], minlength=bucket_count)
             weights[:, term] = np.where(sizes > 0, total / np.maximum(sizes, 1), weights[:, term])
     # Half an observation is spread over all terms, because held-out data cannot prove that a term is never needed.

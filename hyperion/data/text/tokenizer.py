@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's tokenizer, a tokenizer that is trained on the corpus, or the tokenizer in the folder of a model.
+"""Load GPT-2's tokenizer, train a tokenizer on the corpus, or read the tokenizer in the folder of a model.
 
 GPT-2's tokenizer is read from a mirror, the cache or the Hugging Face hub. GPT-2's tokenizer and trained tokenizers use a
 byte-level BPE: they can encode every text, and decode(encode(text)) == text.
@@ -30,7 +30,7 @@ GPT2_SHA256 = {
     "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-SYNTHETIC_VOCABULARY = 640  # 256 bytes, the end of text, and enough merges for each of the 256 synthetic words to be one token
+SYNTHETIC_VOCABULARY = 640  # 256 bytes, the end of text, and enough merges to make each of the 256 synthetic words one token
 TRAINED_VOCABULARY = 8192
 
 
@@ -65,12 +65,13 @@ class Tokenizer:
 
         Texts are encoded in parallel unless the environment variable TOKENIZERS_PARALLELISM is "false".
         """
-        # Without special tokens, the ids of texts can be concatenated. The caller adds the beginning and the end of text.
+        # Add no special tokens, so that the ids of texts can be concatenated. The caller adds the tokens for the beginning and
+        # the end of text.
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encoding(self, workers: int = 1) -> EncoderPool:
-        """Return a context manager that encodes text of any length with `workers` processes."""
+        """Return a context manager that starts `workers` processes to encode text of any length. See `EncoderPool`."""
         return EncoderPool(self._bpe, workers)
 
     def encode_split(self, lines: Sequence[str]) -> np.ndarray:
@@ -178,7 +179,7 @@ def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
     try:
         bpe = _byte_level(tokenizers.models.BPE(*_parsed(contents, folder, remedy)))
         bpe.add_special_tokens([END_OF_TEXT])
-        # Readable files of another tokenizer would give other ids for this text.
+        # Encode a test string, because the files may be readable but belong to another tokenizer, which gives other ids.
         probe = bpe.encode("Hello world").ids
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"not a readable tokenizer: {error}", where=folder, next_step=remedy) from error

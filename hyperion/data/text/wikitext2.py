@@ -36,7 +36,7 @@ HUB_FILES = {
 }
 HUB_FOLDER = "datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1"
 TABLE_BYTES = 1 << 26  # maximum size of the text of a split; the train split has 10.8 MB
-EMPTY_LINE = " \n"  # an empty line in the original files; the table on the hub has "" instead
+EMPTY_LINE = " \n"  # an empty line in the original files; the hub's table has "" instead of it
 
 
 def load_wikitext2(
@@ -83,7 +83,8 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
         raise DataUnavailable(
             f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there, or run `make fetch`"
         )
-    # Files that a user put into the mirror have no manifest, so the counts and checksums below are their only checks.
+    # Files in a mirror have no manifest, because the user put them there. So the checks of counts and checksums below are the
+    # only ones.
     manifest = read_manifest(folder)
     if manifest is not None:
         manifest.verify(folder)
@@ -114,7 +115,7 @@ def _fetch(target: Path) -> None:
             require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
             # Line endings are not translated, because the hashes and counts refer to Unix line endings.
             (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
-            # The manifest lists all files in the folder, so the table is removed first.
+            # Remove the table first, because the manifest lists all files in the folder.
             parquet.unlink()
         write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
 
@@ -139,7 +140,7 @@ def _lines_of_table(path: Path, expected: int) -> list[str]:
             require_counts(path.name, [table.metadata.num_rows], [expected], UNITS[:1], path)
             # The declared size may be wrong, so the size of the decoded text is limited as well.
             for part in table.iter_batches(1024, columns=["text"]) if declared <= TABLE_BYTES else ():
-                # pyarrow generates its compute functions at import, unseen by type checkers.
+                # Type checkers do not know pyarrow's compute functions, because pyarrow generates them at import.
                 lengths = compute.call_function("binary_length", [part.column(0)])
                 read += compute.call_function("sum", [lengths]).as_py() or 0
                 if read > TABLE_BYTES:

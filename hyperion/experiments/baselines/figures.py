@@ -39,7 +39,7 @@ _QUALITY = {
     ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
     ("image_classifier", "accuracy"): ("accuracy", "test"),
 }
-# Maps a metric of an epoch to its split and column in the flat table, and to the factor of the column's unit.
+# For each metric of an epoch: its split and column in the flat table, and the factor that converts values to the column's unit.
 _EPOCH = {
     "training_loss": ("train", "loss", 1.0),
     "validation_loss": ("held-out", "loss", 1.0),
@@ -445,7 +445,7 @@ def _draw_losses(axes: Axes, epochs: list[Row], material: Material) -> None:
 
 
 def summary_notes(material: Material) -> list[str]:
-    """Return a list with one sentence about the image classifier, which has no panel, or an empty list without results."""
+    """Return one sentence about the image classifier, which has no panel in the summary, or no sentence without results."""
     rows = measured(material.of("image_classifier"))
     tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
     steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
@@ -488,13 +488,16 @@ def _over_a_plain_loop(row: Row) -> Iterator[Quote]:
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
-    """Return the flat table with one line for each epoch, split and rank of all trainings, by its path."""
+    """Return a dict that maps the path of the flat table to the table.
+
+    The table has one line for each epoch, split and rank of each training run.
+    """
     return {"training/epoch_metrics.csv": concatenated(_epoch_table(rows) for rows in runs)}
 
 
 def _epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
     lines: dict[tuple, dict] = {}
-    of_tokens = set()  # trainings whose loss is per token, so that its exponential is the perplexity
+    of_tokens = set()  # training runs whose loss is per token; its exponential is the perplexity
     for row in rows:
         if "epoch" not in row.params or row.metric not in _EPOCH or row.value is None:
             continue

@@ -12,7 +12,7 @@ from hyperion.figures.material import Material, items, measured, number
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
-# Colour and label of each loop. The middle loop exists only where a step can be captured as a graph.
+# Colour and label of each loop. The captured loop exists only on devices that can capture a step as a graph.
 _LOOPS = {
     "plain": (COLOURS[1], "plain public loop"),
     "plain, captured": (COLOURS[3], "plain loop in a graph"),
@@ -112,7 +112,7 @@ def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
 
 
 def language_speed(material: Material) -> Figure | None:
-    """Draw the loops' step times, the parts of the roofs, and the losses of two loops on the same batches."""
+    """Draw the step time of each loop, the estimated least step times (roofs) by part, and the losses of two loops."""
     rows = _of_loops(material, "language_training_speed")
     times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
     if not {"plain", "hyperion"} <= times.keys():
@@ -150,8 +150,9 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
 def speed_ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table with one line for each rung of the speed ladder at each batch size, with 95 % intervals.
 
-    A rung is a training step that adds one change to the previous rung. The first rung is the plain loop, the last this library's
-    loop. A rung that was not timed shows the reason, and the next one is compared with the last timed rung.
+    A rung is a training step that adds one change to the previous rung. The first rung is the plain loop, and the last rung is
+    this library's loop. If a rung was not timed, its line gives the reason. The next rung is then compared with the last timed
+    rung.
     """
     ladder = [row for row in rows if "rung" in row.params]
     ratios = {(row.params["batch"], row.params["rung"]): row for row in ladder if row.metric == "speedup"}
@@ -174,7 +175,7 @@ def speed_ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def _of_loops(material: Material, experiment: str) -> list[Row]:
-    """Return the rows with values that compare whole loops. The rows of the speed ladder have their own table."""
+    """Return the measured rows that compare whole loops, without the rows of the speed ladder, which have their own table."""
     return [row for row in measured(material.of(experiment)) if "rung" not in row.params]
 
 

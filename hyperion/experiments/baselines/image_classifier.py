@@ -73,8 +73,9 @@ class ImageClassifierOptions(Options):
         evaluate_every: number of epochs between evaluations on the held-out images.
         checkpoint_every: number of steps between checkpoints.
         seeds: number of training runs, each with its own seed.
-        compare_with_fp32: whether to train each seed again with float32 tensors, and to compare the test accuracies. On a device
-            with TF32 units, the products use them, which is PyTorch's default for convolutions. Needs at least two seeds.
+        compare_with_fp32: whether to train each seed again with float32 tensors, and to compare the test accuracies. If the
+            device has TF32 units, matrix products and convolutions use TF32, which is PyTorch's default for convolutions. Needs
+            at least two seeds.
         target: held-out accuracy for the metric "time to accuracy", 0 to 1.
         reaches: minimum test accuracy required after training, 0 to 1.
         steady_time_limit_s: timing budget in seconds for single training steps after the training run.
@@ -218,9 +219,9 @@ class _Data:
     def precision(self) -> Precision:
         return choose_precision(self.context.device, self.options.precision)
 
-    @cached_property  # each epoch's evaluation needs them again
+    @cached_property  # cached, because the evaluation after each epoch needs the values again
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Means and deviations of the train images' channels. Held-out and test images must not influence them."""
+        """Mean and standard deviation of each channel of the training images, without held-out and test images."""
         return channel_statistics(self.splits.train[0])
 
     @property
@@ -263,14 +264,17 @@ class _Data:
             WarmupCosine(options.learning_rate, warmup, total, final_fraction=0.0),
             self.precision,
             device,
-            clip_norm=math.inf,  # the published recipes do not clip
+            clip_norm=math.inf,  # the published recipes do not clip gradients
             capture=fast,
             label_smoothing=options.label_smoothing,
         )
 
 
 def _compared_with_fp32(data: _Data, runs: list[TrainedImages], report: Report) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Train with the same seeds and float32 tensors. Return the rows of these runs and of the differences, and their curves."""
+    """Train again with the same seeds and float32 tensors, and compare the test accuracies.
+
+    Return (rows, curves): the rows of these training runs and of the accuracy differences, and the curves of these runs.
+    """
     context, options, source = data.context, data.options, data.image_set.source
     dtype = "tf32" if context.device.supports("tf32")[0] else "fp32"
     params = {"split": "test, mean of seeds", "seeds": len(runs), "step": runs[0].steps, "from": dtype}
@@ -294,7 +298,7 @@ def _compared_with_fp32(data: _Data, runs: list[TrainedImages], report: Report) 
             data_source=source,
         )
     )
-    # Under kinds of their own, because the figures draw the curves of the first precision.
+    # The curves get a different "kind", because the figures draw only the curves of the first precision.
     curves = [_curve(one) for one in trained]
     return rows, [curve.assign(kind=curve["kind"] + f", {dtype}") for curve in curves]
 

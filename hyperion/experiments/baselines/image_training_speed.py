@@ -1,7 +1,7 @@
 """Speed of this library's ResNet-18 training compared with a plain public training loop, on one device.
 
 The steps of both loops are timed in alternation, so that clock drift affects both. The speed ladder (see `speed_ladder`) leads
-from the plain loop to this library's loop by adding a graph, the loader and the optimizer one after the other.
+from the plain loop to this library's loop. It adds a graph, this library's loader and the fused optimizer one after the other.
 """
 
 import copy
@@ -89,7 +89,7 @@ class ImageTrainingSpeedOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the images per second of this library's loop from ceilings and shapes. The speed-up has no prediction."""
+    """Predict the images per second of this library's loop from measured rates and the model's shapes, but no speed-up."""
     options = ImageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
     ratios, rates = [], []
@@ -284,9 +284,9 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
 
 
 def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
-    """Time the steps of all loops in alternation, loaders included, then those of the speed ladder.
+    """Time the steps of all loops, the steps of the speed ladder, and each matrix product of the step alone.
 
-    Finally time each matrix product of the step alone.
+    The steps of the loops are timed in alternation, and so are those of the ladder. Both timings include the loaders.
     """
     options, loops, device = pair.options, pair.loops, pair.loops.context.device
     steps: dict[str, Callable[[], torch.Tensor]] = {OURS: pair.our_step, PLAIN: pair.plain.step}

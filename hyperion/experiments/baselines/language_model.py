@@ -90,7 +90,7 @@ class LanguageModelOptions(Options):
         stride: number of tokens between the starts of successive windows when the final scores are computed. Windows may overlap.
             Each token is scored once, in the window that gives it the longest context.
         scores: splits to score after training.
-        scored_samples: as in `HeldOut.of`, for the evaluations during training and for the final scores.
+        scored_samples: number of non-blank lines to score in a split, during and after training. None scores the whole split.
         seeds: number of training runs, each with its own seed.
         steady_time_limit_s: timing budget in seconds for single training steps after the training run.
         steady_samples: minimum number of these steps. Use a small number on a CPU, where a step takes long.
@@ -202,7 +202,7 @@ class _Text:
     corpus: TextCorpus
     tokenizer: Tokenizer
     prepared: PreparedText
-    _held_out: dict[str, HeldOut] = field(default_factory=dict)  # by split, because every evaluation reads it
+    _held_out: dict[str, HeldOut] = field(default_factory=dict)  # cached by split, because every evaluation reads it
 
     def batches(self, seed: int) -> LanguageBatches:
         options, where = self.options, self.context.device.torch_device
@@ -317,9 +317,9 @@ def _score(text: _Text, engine: LanguageEngine, history: History, split: str) ->
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
-    """Return the FLOPs per token of one forward and backward pass, without those that a causal mask makes unnecessary.
+    """Return the least FLOPs per token of one forward and backward pass.
 
-    The mask makes half of the attention FLOPs unnecessary.
+    Only half of the attention FLOPs are counted, because a causal mask makes the other half unnecessary.
     """
     return flops_per_token(config, length // 2).forward_backward
 

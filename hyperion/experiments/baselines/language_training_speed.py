@@ -141,8 +141,9 @@ class LanguageTrainingSpeedOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the speed-up of this library's loop, and the time and throughput of its step.
 
-    The speed-up assumes that all kernels of both loops run at the ceilings measured in this run. The throughput is the share of
-    these ceilings that a reference machine reached.
+    The ceilings are the highest rates measured in this run. The predicted speed-up assumes that all kernels of both loops run at
+    the ceilings. The predicted throughput is the throughput at the ceilings times the share of it that a reference machine
+    reached.
     """
     options = LanguageTrainingSpeedOptions.of(context)
     dtype = choose_precision(context.device, options.precision).dtype
@@ -275,7 +276,9 @@ def _climbed(
     timings: dict[str, Timing],
     how: dict,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Build the rungs between both loops, time all rungs in alternation, and compare the losses of the new rungs.
+    """Build the missing rungs of the speed ladder, time all rungs in alternation, and compare the losses of the new rungs.
+
+    The first and the last rung are the two loops, which exist already.
 
     Args:
         options: options of the experiment.
@@ -314,7 +317,7 @@ def _climbed(
 def _rungs(
     options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, started: dict[str, _Loop]
 ) -> tuple[dict[str, _Loop], list[Rung]]:
-    """Build the rungs between both loops, and run the steps of each rung whose losses are compared.
+    """Build the rungs of the speed ladder between both loops, and run each new rung for the loss comparison.
 
     Returns:
         (loops of the new rungs that run on this device, by name; all rungs of the ladder, including both loops).
@@ -330,7 +333,7 @@ def _rungs(
         train = CapturedLanguageLoop(_plain_loop(options, context, loops.work, **changed), sharing)
         loop = _Loop(train.train_on, _batches(options, context, tokens))
         loop.first_s = _seconds_of(loop.step, device)
-        for _ in range(options.steps - 1):  # for the loss comparison; the timing alone has too few steps
+        for _ in range(options.steps - 1):  # steps for the loss comparison, because the timing alone runs too few steps
             loop.step()
         return train, loop
 
@@ -360,7 +363,7 @@ def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np
     """
     context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
-    # The first loop still holds its tensors while the second is built. They are subtracted.
+    # While the second loop is built, the first loop still holds its tensors. Their memory is subtracted.
     before = torch.cuda.memory_allocated(device.torch_device) if accelerator else 0
     train_on, engine = build(options, context, loops.work)
     loop = _Loop(train_on, _batches(options, context, tokens))
@@ -478,7 +481,7 @@ def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "
         name: name of the loop.
         timing: timing of the loop's steps.
         what: name of this share, stored in the row.
-        roof: the roof, or the reason why there is none, which the row then gives instead of a value.
+        roof: the roof, or the reason why there is none. The row then gives the reason instead of a value.
     """
     columns = loops.of(name)
     columns["params"] |= {"what": what}
@@ -541,7 +544,7 @@ class StepRoof:
     Attributes:
         products: a dict that maps each part of the step, such as "attention", to the time of its matrix products in seconds.
         how: how these times were determined, worded to follow the names of the parts in a sentence.
-        ceilings: a dict that maps names to measured rates: those that the roof uses besides the bandwidth.
+        ceilings: a dict that maps names to the measured rates that the roof uses in addition to the bandwidth.
         bandwidth_gb_s: bandwidth of the run's fastest memory stream in GB/s.
         traffic: a dict that maps each cause, such as the optimizer, to the bytes that it moves, without bytes of matrix products.
         together: timing of all matrix products of a step, one after the other, in alternation with whole steps. None if they were
@@ -577,7 +580,7 @@ class StepRoof:
         """
         if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
-        # The time of the products varies from sample to sample. The time of the traffic is added as a constant.
+        # Each sample has its own time of the products. The time of the memory traffic is a constant, added to every sample.
         return ratio_estimate(step.samples_s, self.together.samples_s + self.time_s - sum(self.products.values()))
 
     @property

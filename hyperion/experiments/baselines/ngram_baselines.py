@@ -30,7 +30,7 @@ class NgramBaselinesOptions(Options):
     """Options for the `ngram_baselines` experiment.
 
     Args:
-        scored_samples: as in `HeldOut.of`.
+        scored_samples: number of non-blank lines to score in each split. None scores the whole split.
     """
 
     scored_samples: int | None = None
@@ -108,7 +108,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, corpus: TextCorpus, prepared: PreparedText, split: str, samples: int | None) -> "HeldOut":
-        """Return the first lines of a split, up to the non-blank line with number `samples`. None returns the whole split."""
+        """Return the first lines of a split, including `samples` non-blank lines, or the whole split if `samples` is None."""
         tokens, lines, extents = prepared.tokens[split], list(corpus.splits[split]), prepared.samples[split]
         if samples is not None and samples < len(extents):
             start, size = extents[samples - 1].tolist()

@@ -107,7 +107,7 @@ class PlainImageLoop:
         mean, deviation = (torch.tensor(values, device=where)[:, None, None] for values in normalisation)
         self.images = (torch.from_numpy(images).to(where).float() / 255 - mean) / deviation
         self.labels = torch.from_numpy(labels).to(where).long()
-        # torch declares no overload with memory_format.
+        # PyTorch's type annotations of `to` have no overload with memory_format, hence the pyright comment.
         self.memory_format = image_memory_format(model)
         self.model = model.to(where, memory_format=self.memory_format).train()  # pyright: ignore[reportCallIssue]
         self.forward = torch.compile(self.model) if compiled else self.model
@@ -135,7 +135,7 @@ class PlainImageLoop:
 
     def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run one optimizer step. Return the loss before the update."""
-        images = images.contiguous(memory_format=self.memory_format)  # no copy for a batch of `next_batch`
+        images = images.contiguous(memory_format=self.memory_format)  # copies nothing if the batch comes from `next_batch`
         self.optimizer.zero_grad(set_to_none=True)
         with self.precision.autocast(self.device):
             loss = F.cross_entropy(self.forward(images), labels)
@@ -161,9 +161,10 @@ def _cropped(images: Tensor) -> Tensor:
 
 
 class StepGraph:
-    """A training step of a plain loop as a graph, captured as PyTorch's CUDA-graph documentation describes.
+    """CUDA graph of a training step of a plain loop.
 
-    The capture does not change weights, running statistics or random generators.
+    The step is captured as PyTorch's CUDA-graph documentation describes. The capture does not change weights, running statistics
+    or random generators.
 
     Args:
         step: function that runs one optimizer step on a batch on a GPU and returns the loss.
@@ -400,7 +401,7 @@ def wait_for(device: Device) -> None:
 
 @dataclass(frozen=True)
 class PairedLoops:
-    """Builds the rows that compare this library's loop with a plain loop. All these rows share the attributes.
+    """Builds the rows that compare this library's loop with a plain loop. The attributes are the same for all these rows.
 
     Attributes:
         context: context of the experiment.

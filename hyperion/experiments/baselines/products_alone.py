@@ -79,7 +79,7 @@ class ProductsAlone:
 
         Returns:
             The share with a bootstrap interval. The products and the step were timed separately, so their samples are drawn
-            independently. Each timing that drifts widens the interval by its own interval.
+            independently. If a timing drifts, the interval is widened by the interval of this timing.
         """
         counts = [product.count for product in self.products]
 
@@ -88,7 +88,7 @@ class ProductsAlone:
             return [sum(map(mul, counts, medians[:-1])) / medians[-1]]
 
         (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
-        # The timings follow each other, so their drifts may have the same cause, and their widths are added.
+        # The products were timed one after the other, so their drifts may have the same cause. Therefore the widths are added.
         reaches = [(count / step.estimate.value, timing) for count, timing in zip(counts, self.timings, strict=True)]
         reaches.append((share.value / step.estimate.value, step))
         further = [(scale, timing.estimate) for scale, timing in reaches if timing.drift.present]
@@ -112,8 +112,8 @@ def language_products(config: TransformerConfig, batch: int, compiled: bool) -> 
     Args:
         config: configuration of the model. Sequences have the length of its context.
         batch: number of sequences.
-        compiled: True if one product computes query, key and value and the head's columns are padded for alignment, as in the
-            compiled model.
+        compiled: whether to return the products of the compiled model. In this model, a single product computes query, key and
+            value, and the columns of the head are padded for alignment.
     """
     # D: width of the model. M: rows of all products, batch x context. L: number of layers.
     D, M, L = config.width, batch * config.context, config.layers

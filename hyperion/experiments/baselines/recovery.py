@@ -54,8 +54,8 @@ MOST_LOST = {"SIGTERM": 0, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVER
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
-# Number of checkpoints that must exist before the fault. A power cut damages the newest checkpoint. A NaN may prevent the
-# checkpoint being written.
+# Number of checkpoints that must exist before the fault, so that the run can resume. A power cut damages the newest checkpoint. A
+# NaN or a full disk may prevent the next checkpoint from being written.
 _CHECKPOINTS_BEFORE = {"power cut": 2, "NaN": 1, "full disk": 1}
 _VOCABULARY, _LENGTH, _BATCH = 31, 8, 8
 _EXACT = Precision("fp32", "a check of exactness")
@@ -87,9 +87,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train each model once without a fault, then run all trials, at most as many in parallel as there are CPU cores.
+    """Train each model once without a fault, then run all trials in parallel.
 
-    A trial is a training run with one fault.
+    A trial is a training run with one fault. At most as many trials run at the same time as there are CPU cores.
     """
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)

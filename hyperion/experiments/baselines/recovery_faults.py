@@ -38,7 +38,7 @@ class TrainingFault:
     Attributes:
         kind: one of KINDS. For a power cut, the process receives SIGKILL, and then the caller damages its files with `cut_off`.
         phase: one of PHASES.
-        step: number of the optimizer step, counted from 1. For an evaluation or a save, the step before it.
+        step: number of the optimizer step, counted from 1. For an evaluation or a save, the number of the preceding step.
         moment: position of the fault within the phase, from 0 (start) to 1 (end).
     """
 
@@ -50,7 +50,7 @@ class TrainingFault:
 
 @dataclass
 class Phases:
-    """Injects a fault into a training run. Without a fault, it counts the moments of each phase.
+    """Injects a fault into a training run, or only counts the moments (possible points of a fault) in each phase.
 
     Args:
         engine: training engine.

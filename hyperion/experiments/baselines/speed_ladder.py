@@ -40,7 +40,7 @@ class Rung:
 
 
 def attempt(build: Callable[[], Built]) -> Built | str:
-    """Call `build`, which builds or times rungs, and return its result. If a step fails, return PyTorch's reason."""
+    """Call `build`, which builds or times rungs, and return its result. If PyTorch raises an error, return the reason."""
     try:
         return build()
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""How much time does torch.compile save in a call, and how much time does compilation take?
+"""Measure how much time torch.compile saves in a call, and how much time compilation takes.
 
 Each compiler mode of each model is measured in a separate process, in which timed calls of the compiled model and of the eager
 model alternate.
@@ -48,7 +48,7 @@ from hyperion.measure.steps.compilation import (
 from hyperion.results import Row, ratio_estimate
 from hyperion.units import GIB
 
-# Tolerance for the relative Frobenius error of the logits. It is three to four times the error of eager calls in this format.
+# Tolerance for the relative Frobenius error of the logits, by number format. It is three to four times the error of eager calls.
 TOLERANCES = {"fp32": 2e-5, "fp16": 3e-3, "bf16": 2e-2}
 _STEADY_CALLS = 5
 _DISTURBED, _TRIES = 0.1, 3
@@ -63,8 +63,8 @@ class CompilationOptions(Options):
         samples: minimum number of timing samples for each mode.
         back_to_back: number of consecutive calls that are timed together as one sample.
         time_limit_s: seconds of timing for each mode.
-        search: Inductor settings for the kernel search of a mode, as {mode: {setting: value}}, for example for "max-autotune".
-            Modes without an entry use the default settings.
+        search: Inductor settings for the search for the fastest kernels, as {mode: {setting: value}}. Only some modes have such a
+            search, for example "max-autotune". Modes without an entry use the default settings.
     """
 
     models: tuple[ModelSpec, ...]
@@ -77,7 +77,7 @@ class CompilationOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the speed-up of each model in its last mode, then the time of a call in each mode.
 
-    The reader guesses the speed-up.
+    The reader of the chapter guesses the speed-up before the measurement.
     """
     forecasts = [_model_forecasts(context, spec) for spec in CompilationOptions.of(context).models]
     return [speedup for speedup, _ in forecasts] + [time for _, times in forecasts for time in times]
@@ -153,7 +153,7 @@ def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe:
         report: function that is called with the progress.
         spec: fields of a `ModelSpec`.
         mode: name of the compiler mode, or "eager".
-        probe: folder in which the compiler stores which vector instructions the CPU supports, shared by all modes.
+        probe: folder shared by all modes. The compiler stores there which vector instructions the CPU supports.
         eager_s: time of an eager call in seconds, measured in another process. None if eager calls were not measured.
     """
     options, model_spec = CompilationOptions.of(context), ModelSpec.model_validate(spec, strict=False)
@@ -206,8 +206,7 @@ class _Measurement:
             # Clone the output, because with CUDA graphs the next call overwrites it.
             self.output = self.call(*model.inputs).clone()
             self.memory = self._memory_rows()
-            # Timing comes last, because it fills the allocator's cache with the tensors of eager calls, and the memory must be
-            # read before that.
+            # Read the memory before the timing, because the timing fills the allocator's cache with the tensors of eager calls.
             self.timings = self._undisturbed(eager_s)
 
     def result(self) -> Result:
@@ -227,8 +226,8 @@ class _Measurement:
         """Time the calls. Repeat the timing if other processes on the host have slowed it down.
 
         Eager calls should take as long in this process as in the process that measured them before. If they do not, the timing is
-        repeated, and the timing with the smallest difference is returned. On a busy host, kernel launches can take twice as long,
-        so a mode that saves launches would seem twice as fast as it is.
+        repeated, and the timing with the smallest difference is returned. On a busy host, kernel launches can take twice as long.
+        Eager calls then become slower, and the speed-up of a mode with fewer launches seems up to twice as large as it is.
 
         Args:
             eager_s: time of an eager call in seconds, measured in another process. None if eager calls were not measured.
@@ -259,7 +258,7 @@ class _Measurement:
         )
 
     def _memory_rows(self) -> list[Row]:
-        """Return the peak memory during calls after warm-up, and on an accelerator the memory that the allocator reserved."""
+        """Return rows with the peak memory of calls after warm-up, and on an accelerator also the allocator's reserved memory."""
         gpu = self.device.kind != "cpu"
         gc.collect()
         if gpu:
@@ -288,7 +287,7 @@ class _Measurement:
         )
 
     def _eager_rows(self) -> list[Row]:
-        """Return two rows about an eager call: its number of operators, and the share of its FLOPs with dtype `self.dtype`."""
+        """Return two rows about an eager call: its number of operators, and the share of its FLOPs in the dtype `self.dtype`."""
         census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
         declared = checked("the declared dtype", 1 - share, 0.0)
@@ -314,7 +313,7 @@ class _Measurement:
             speedup,
             self._row(
                 "break_even_calls",
-                # Number of calls after which the time that compiled calls save equals the compilation time.
+                # After this number of calls, compiled calls have saved as much time as the compilation took.
                 compilation.compile_time_s / saved if faster else None,
                 value_reason="" if faster else "no time is saved for sure: the speed-up's interval reaches down to 1",
             ),
@@ -386,8 +385,8 @@ def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode
 def _no_tf32():
     """Context manager that disables TF32 for float32 convolutions. For matrix products, TF32 is off by default.
 
-    PyTorch has two settings for TF32. This context uses the older one, because Inductor reads it while it tunes convolutions and
-    raises an error if both settings are used.
+    PyTorch has two settings for TF32, an older and a newer one. This context uses the older one. Inductor reads the older setting
+    while it tunes convolutions, and PyTorch raises an error if both settings are used.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -399,7 +398,7 @@ def _no_tf32():
 
 @contextmanager
 def _compiler_failures():
-    """Context manager that converts compiler errors to `_CompilerFailed`. It does not import the compiler."""
+    """Context manager that converts compiler errors to `_CompilerFailed`. It works without an import of the compiler."""
     try:
         yield
     except Exception as error:
@@ -410,4 +409,4 @@ def _compiler_failures():
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Do nothing, to hide the progress within one compiler mode."""
+    """Ignore progress reports, so that the progress within one compiler mode is not shown."""

@@ -1,4 +1,4 @@
-"""The models that the `compilation` experiment compiles, each with a batch of inputs.
+"""Models for the `compilation` experiment, each with a batch of inputs.
 
 A model has the same dtype and the same memory format in all compiler modes.
 """
@@ -116,8 +116,8 @@ def reference_output(spec: ModelSpec, model: CompiledModel) -> Tensor:
     The first samples are eight images or one sequence.
     """
     with torch.device("meta"):
-        twin = _build(spec)  # without initial weights: drawing them takes longer than the call
-    # `assign` replaces the meta tensors by these tensors. Copying into meta tensors is not possible, because they have no memory.
+        twin = _build(spec)  # on the meta device, because drawing initial weights takes longer than the call
+    # `assign` replaces the meta tensors by these tensors. Meta tensors have no memory, so nothing can be copied into them.
     twin.load_state_dict({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, assign=True)
     inputs = (tensor[: 8 if spec.is_image_model else 1].cpu() for tensor in model.inputs)
     return twin.double().eval()(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs))
@@ -149,7 +149,7 @@ def _build(spec: ModelSpec) -> nn.Module:
 
 
 def _inputs(spec: ModelSpec, seed: int) -> tuple[Tensor, ...]:
-    # Meta tensors have no values, and their creation takes no generator.
+    # Meta tensors have no values. The functions that create them on this device accept no generator.
     meta = torch.get_default_device().type == "meta"
     random = partial(torch.randn if spec.is_image_model else torch.randint, generator=None if meta else _seeded(seed))
     if spec.is_image_model:
@@ -200,6 +200,6 @@ def checkpoint_weights(spec: ModelSpec) -> dict[str, torch.Tensor] | None:
     """Return the weights in the checkpoint that the specification names, or None if it names no checkpoint."""
     if not spec.checkpoint:
         return None
-    from hyperion.checkpoints.weights import read_weights  # takes a second to import, which other variants do not need
+    from hyperion.checkpoints.weights import read_weights  # import here, because it takes a second and few variants need it
 
     return read_weights(Path(spec.checkpoint)).tensors

@@ -14,7 +14,7 @@ _MODELS = {"resnet18": (0.0209, 0.0095), "language model": (0.4264, 0.1500)}  # 
 
 
 class ToyMemory:
-    """A simulated device memory in GiB that counts like PyTorch's allocator.
+    """Simulated device memory, measured in GiB, with the counters of PyTorch's allocator.
 
     `load(model)` loads the weights of a model and `unload(model)` removes them. `loaded` lists the models whose weights are in
     memory. `call(model)` runs a loaded model once and needs memory for its activations during the call. `allocated` is the
@@ -53,7 +53,9 @@ class ToyMemory:
 
 
 def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFrame:
-    """Test a function that measures peak memory, in a new process and in processes that have already used memory.
+    """Test a function that measures the peak memory of a call.
+
+    The tests call it in a simulated new process, and in simulated processes that have already used memory.
 
     Args:
         my_probe: function that takes a ToyMemory and the name of a model. It returns the peak memory in GiB of one call of this

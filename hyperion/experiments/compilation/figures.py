@@ -1,4 +1,4 @@
-"""Figures for the chapter on compilation: time and memory of a call by compiler mode, and the calls after which time is saved.
+"""Figures for the chapter on compilation: time and memory of a call by compiler mode, and the cost of compilation.
 
 The module also exports the rows as a table for spreadsheets, with one line for each model and mode.
 """
@@ -47,10 +47,10 @@ _MODES = ("eager", "default", "max-autotune", "reduce-overhead")
 
 
 def compilation(material: Material) -> Figure | None:
-    """Draw two panels for each model.
+    """Draw the time and the memory of a call of each model in each compiler mode.
 
-    The first panel shows the time of a call in each mode, with its speed-up over eager calls. The second panel shows the memory
-    in each mode.
+    There are two panels for each model. The first panel shows the time of a call with its speed-up over eager calls. The second
+    panel shows the memory.
     """
     subjects = _subjects(material)
     if not subjects:
@@ -71,9 +71,10 @@ def compilation(material: Material) -> Figure | None:
 
 
 def break_even(material: Material) -> Figure | None:
-    """Draw the time of N calls including compilation, divided by the time of N eager calls, against the number of calls N.
+    """Draw how many calls it takes until compilation saves time.
 
-    Compilation saves time where the value is below 1.
+    The horizontal axis shows the number of calls N. The vertical axis shows the time of N compiled calls including compilation,
+    divided by the time of N eager calls. Compilation saves time where this value is below 1.
     """
     subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
     if not subjects:
@@ -90,7 +91,7 @@ def break_even(material: Material) -> Figure | None:
 
 
 def _absences(subjects: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why modes were not timed. It lists these modes."""
+    """Return a sentence for each reason why modes were not timed. The sentence lists the modes that were not timed."""
     reasons: dict[str, list[str]] = {}
     for rows in subjects.values():
         for row in _of(rows, "inference_time_s"):

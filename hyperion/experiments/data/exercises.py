@@ -55,7 +55,7 @@ def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]
 
 
 def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
-    """Return a table of the problems that `hyperion data verify` finds in each folder. The folders are not moved."""
+    """Return a table of the problems that `hyperion data verify` finds in each folder. Broken folders are not moved."""
     lines = []
     for fault, folder in folders.items():
         findings = examine(folder)

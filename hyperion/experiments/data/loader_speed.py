@@ -168,7 +168,8 @@ def time_in_a_row(context: Context, options: LoaderTimingOptions, next_batch: Ca
 def _check(options: LoaderSpeedOptions, loader: _Loader, tokens: np.ndarray, examples: np.ndarray) -> Verification:
     """Compare the batches of a loader with the token stream.
 
-    Return the share of wrong batches if the loader packs lines into examples, or the share of wrong targets if it pads each line.
+    If the loader packs lines into examples, return the share of wrong batches. If it pads each line, return the share of wrong
+    targets.
 
     Args:
         options: options of the experiment.

@@ -1,7 +1,7 @@
 """Train on all ranks of the machine with DDP and with FSDP2.
 
-The experiment returns rows for every rank. It also counts the training examples that two ranks received, and those that no rank
-received. Both numbers must be 0.
+The experiment returns rows for every rank. It also counts the training examples that two ranks received, and the training
+examples that no rank received. Both numbers must be 0.
 """
 
 from collections import Counter
@@ -39,9 +39,9 @@ class DistributedTrainingOptions(RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Return the ceiling of the tokens per second, summed over all ranks.
+    """Return an upper bound on the throughput of all ranks together, in tokens per second.
 
-    The ceiling ignores communication time, so it is only an upper bound and not a prediction.
+    The bound ignores communication time, so it is not a prediction.
     """
     options = DistributedTrainingOptions.of(context)
     counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
@@ -101,7 +101,7 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
         folder=context.workspace / recipe.name,
         report=report,
     )
-    # A collective, so it must come before the ranks other than 0 return.
+    # `test_rows` runs collectives, so all ranks must call it before the ranks other than 0 return.
     tested = test_rows(context, recipe, training)
     dist.barrier()
     if here.rank:
@@ -114,13 +114,13 @@ def _train(context: Context, report: Report, recipe: Recipe) -> Result:
 def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
     """Return the rows with the results of every epoch.
 
-    Loss, throughput and memory have one row for all ranks (rank None) and one for each rank. The held-out loss has only the row
-    for all ranks.
+    Loss, throughput and memory have one row for all ranks together, with rank None, and one row for each rank. The held-out loss
+    has only the row for all ranks together.
     """
     rows = []
     ranks = Counter(
         record.epoch for record in history.rank_epochs
-    )  # number of ranks in each epoch; it changes if the run was resumed on another number of ranks
+    )  # number of ranks in each epoch; it differs between epochs if the run was resumed on another number of ranks
     for record in [*history.epochs, *history.rank_epochs]:
         rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
@@ -168,8 +168,8 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
 def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
     """Return a row that compares two losses of the last epoch: the loss over all ranks, and the mean of the ranks' losses.
 
-    The list is empty if the two losses need not be equal, because the examples are completions of different lengths or the epoch
-    began on another number of ranks.
+    In two cases the two losses can differ, and the list is empty: if the examples are completions of different lengths, and if
+    the epoch began on another number of ranks.
     """
     last = history.epochs[-1]
     parts = [record for record in history.rank_epochs if record.epoch == last.epoch]
@@ -185,7 +185,7 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
             params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"},
             limit_source=_FITS,
             data_source=training.source,
-            # Float32 sums in another order differ by less than this tolerance.
+            # The two losses add the same numbers in different orders. In float32, they differ by less than this tolerance.
             **checked("loss of all ranks together", abs(mean / last.loss - 1), 1e-5),
         )
     ]

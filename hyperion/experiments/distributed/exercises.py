@@ -1,4 +1,4 @@
-"""Exercise for chapter 2.5: which mean over ranks is the mean of the whole batch?"""
+"""Exercise for chapter 2.5: check functions that compute the mean loss of a whole batch from the losses of several ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,13 @@ GB_PER_RANK = Question(2.0, "four float32 numbers per parameter, 16 bytes, divid
 
 
 def judge_mean_check(check: Callable[[Any], bool]) -> pd.DataFrame:
-    """Test the reader's check of functions that combine the losses of several ranks.
+    """Test the reader's check. The check decides whether a function combines the losses of several ranks correctly.
 
-    There are four such functions. Only one gives the loss that a single device computes for the whole batch.
+    The check is called with four functions. Only one of them returns the loss that a single device computes for the whole batch.
 
     Args:
         check: function that takes one of the four functions and returns True if it is correct. Each of the four functions takes
-            two lists, the sum of the token losses and the number of tokens on each rank, and returns a loss.
+            two lists with one element per rank, the sum of the token losses and the number of tokens, and returns a loss.
     """
     mutants = {
         "mean of the ranks' means": lambda sums, counts: sum(s / n for s, n in zip(sums, counts, strict=True)) / len(sums),

@@ -206,7 +206,7 @@ def _mark_kill(axes: Axes, sizes: dict) -> None:
 
 
 def _headroom(axes: Axes, share: float) -> None:
-    """Add free space above the curves. `share` is its height divided by the current height of the axis."""
+    """Add free space above the curves. `share` is the height of this space divided by the current height of the axis."""
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + share * (top - bottom))
 
@@ -231,7 +231,7 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     """Yield the difference between the loss of each strategy and the loss of one device."""
     for row in select(rows, experiment="parallel_parity", metric="relative_difference"):
         ranks = row.params["ranks"]
-        # On one rank, both trainings are on one device, so their difference says nothing about parallel training.
+        # With one rank, both runs train on one device, so their difference says nothing about parallel training.
         if ranks > 1:
             yield Quote(f"{row.variant.upper()} on {ranks} ranks: loss apart from one device's", row, "difference", ranks)
 

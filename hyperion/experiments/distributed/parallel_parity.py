@@ -62,7 +62,10 @@ class ParallelParityOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest relative difference between the losses, assuming that each step adds one rounding error."""
+    """Predict the largest relative difference between a strategy's losses and the losses of one device.
+
+    The prediction assumes that each step adds one rounding error.
+    """
     options = ParallelParityOptions.of(context)
     steps = options.steps
     basis = f"each of {steps} steps adds one rounding error of float32, because sums have another order: {steps} x 2^-24"
@@ -88,7 +91,10 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ParallelParit
 
 
 def steps_on_rank(context: Context, report: Report) -> Result:
-    """On one rank, train alone on whole batches, then with each strategy. Return the losses as samples."""
+    """Train alone on whole batches, then together with the other ranks with each strategy. Every rank runs this function.
+
+    The samples of the result contain the losses.
+    """
     options = ParallelParityOptions.of(context)
     strategies: list[Strategy] = ["single", *options.strategies]
     return merged([_train(context, options, report, strategy) for strategy in strategies])
@@ -125,7 +131,8 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
         rank=here.rank,
         params={"what": "parameter bytes held", "ranks": strategy_ranks, "bytes": whole},
         data_source=training.source,
-        # FSDP2 splits tensors along the first dimension, so the shards are unequal if the number of ranks does not divide it.
+        # FSDP2 splits tensors along the first dimension. If the size of this dimension is not divisible by the number of ranks,
+        # the shards differ in size.
         **checked("share that the strategy promises", abs(share / promised - 1), 0.1),
     )
 
@@ -133,7 +140,7 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
     """Return the row with the number of parameter tensors that are not bitwise equal on all ranks.
 
-    Every rank must hold the whole model, as with DDP. All ranks must call this function.
+    Every rank must hold all parameters of the model, as with DDP. All ranks must call this function.
     """
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
     return context.error_row(

@@ -60,7 +60,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """Train, kill the last rank, and resume the run. Then train again without a failure, and compare all losses."""
-    # Checkpoints and notes of an earlier attempt would make the run resume, and the rank would die at another step.
+    # Delete checkpoints and notes of an earlier attempt. The run would resume from them, and the rank would die at another step.
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
@@ -120,9 +120,11 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
         run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
-        # The rank records its own death, because only it knows the moment. Both times come from this host's wall clock.
+        # The rank itself records the time of its death, because no other process knows it. Both times come from the wall clock of
+        # this host.
         died = (context.workspace / "died").stat().st_mtime
-        # Two counts: by the recorded process ids, and by the inherited variable, which also finds children of the ranks.
+        # Count the processes in two ways: by the process ids that the ranks recorded, and by the inherited environment variable.
+        # The second way also finds child processes of the ranks.
         return error, raised - died, _remaining_ranks(context) + _count_marked(mark)
     finally:
         del os.environ[_MARK]
@@ -134,7 +136,7 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
 
 
 def _remaining_ranks(context: Context) -> int:
-    """Return the number of ranks whose processes still run, by the process ids that the ranks wrote to files."""
+    """Return the number of ranks whose processes still run. The ranks have written their process ids to files."""
     return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
 
@@ -153,9 +155,9 @@ def _count_marked(mark: str) -> int:
 
 
 class _KilledAfter:
-    """Wraps an iterator of batches and kills its own process after some steps.
+    """Wrap an iterator of batches, and kill the current process after some steps.
 
-    The process dies from a signal, so it leaves no error message, as when a machine fails.
+    A signal kills the process, so there is no error message. This resembles the failure of a machine.
 
     Args:
         batches: batches of the training run.
@@ -172,7 +174,7 @@ class _KilledAfter:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
             if self.steps == 0:
-                # Immediately before the signal, because afterwards this process runs no more code.
+                # Create the file immediately before the signal, because the process runs no code after it.
                 self.note.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             self.steps -= 1

@@ -44,7 +44,7 @@ class ReshardingOptions(ShortTrainingOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest relative difference between the losses of the resumed runs and of the uninterrupted run."""
+    """Predict the largest relative difference between the losses of a resumed run and those of the uninterrupted run."""
     options = ReshardingOptions.of(context)
     after = options.steps_after
     basis = f"each of {after} steps adds sums in another order: {after} x 2^-24; the state itself is copied without rounding"
@@ -71,7 +71,7 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ReshardingOpt
 
 
 def save_and_go_on(context: Context, report: Report) -> Result:
-    """On one rank, train, save a checkpoint, and continue training.
+    """Train, save a checkpoint, and continue training. Every rank runs this function.
 
     The losses after the checkpoint are the reference that every resumed run must repeat.
     """
@@ -90,7 +90,7 @@ def save_and_go_on(context: Context, report: Report) -> Result:
 
 
 def resume(context: Context, report: Report) -> Result:
-    """On one rank, resume from a copy of the checkpoint, which was saved by more ranks."""
+    """Resume from a copy of the checkpoint, which was saved by a larger number of ranks. Every rank runs this function."""
     folder = context.workspace / f"resumed-{world().size}"
     if world().rank == 0:
         shutil.copytree(context.workspace / _SAVED, folder)

@@ -1,4 +1,4 @@
-"""Exercises for the chapter on frameworks: a judge that reads only losses, and a throughput that is too high."""
+"""Exercises for the chapter on frameworks: improve a judge that reads only losses, and correct a throughput that is too high."""
 
 from collections.abc import Callable
 

@@ -33,7 +33,8 @@ from hyperion.results import Row
 
 PLAIN, TWO_PARTS = "plain loop", "two micro-batches"
 WORK, BITS = "differences in the work", "tensors with other bits than two micro-batches of the plain loop"
-# By name of a twin: arguments of its adapter, number of micro-batches, and seed of the changed rounding of matrix products.
+# For each twin: further arguments of its adapter, number of micro-batches, and seed of the changed rounding of matrix products
+# (None: unchanged).
 _TWINS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     TWO_PARTS: ({}, 2, None),
     "fused AdamW": ({"fused": True, "foreach": False}, 1, None),
@@ -97,7 +98,10 @@ EXPERIMENT = Experiment(forecast, run, options=FrameworkParityOptions, data=DATA
 
 
 def train_twins(work: dict, folder: str) -> dict:
-    """Train the plain loop and its twins in this process. Return their records, and the first losses for several label shifts."""
+    """Train the plain loop and its twins in this process.
+
+    Return their records, and the mean loss of the first step for each distance between inputs and targets (label shift).
+    """
     from hyperion.engines import plain
     from hyperion.engines.observer import Observer
     from hyperion.workloads.twins import OtherRounding

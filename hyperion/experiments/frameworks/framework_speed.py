@@ -200,7 +200,10 @@ def _mfu_row(
 
 
 def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: dict[str, list[float]], source: str) -> list[Row]:
-    """Return, for each framework, the number of faster ones, and the speed relative to the plain loop by pairs of launches."""
+    """Return two rows for each framework: how many others are faster, and its speed relative to the plain loop.
+
+    The relative speed is computed from pairs of launches. The plain loop has only the first row.
+    """
     tokens = options.batch_size * options.sequence_length
     rates = {name: median_estimate(values).map(lambda seconds: tokens / seconds) for name, values in times.items()}
     rows = []

@@ -1,7 +1,7 @@
-"""Does the judge detect unequal work? Each training of the plain loop contains one planted unfairness.
+"""Does the judge detect unequal work? Each run of the plain loop contains one deliberate difference, a planted unfairness.
 
-The losses alone do not reveal all of them. For example, the gradient of a sum instead of a mean changes no loss, because clipping
-and AdamW both divide by the scale of the gradient.
+The losses alone do not reveal all planted differences. For example, a run may use the gradient of the sum of the losses instead
+of their mean. This changes no loss, because clipping and AdamW both divide by the scale of the gradient.
 """
 
 from pathlib import Path
@@ -37,7 +37,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train the plain loop, its clean twin and each planted unfairness in one process, and let the judge compare the records."""
+    """Train with each planted unfairness in one process, and let the judge compare the records with that of the plain loop.
+
+    The plain loop is also trained a second time without changes (the clean twin). The judge must find no difference there.
+    """
     options = WorkOptions.of(context)
     work, source = prepare_work(context, options, micro_batches=2)
     values = {"work": work.as_dict(), "folder": str(context.workspace / "planted")}
@@ -69,7 +72,7 @@ EXPERIMENT = Experiment(forecast, run, options=WorkOptions, data=DATA)
 def train_planted(work: dict, folder: str) -> dict:
     """Train the plain loop with each unfairness in this process.
 
-    Return the records by unfairness, where "" is the reference, and the first losses for several label shifts.
+    Return the records by unfairness, where "" is the reference, and the mean loss of the first step for each label shift.
     """
     from hyperion.engines import plain, planted
     from hyperion.engines.observer import Observer

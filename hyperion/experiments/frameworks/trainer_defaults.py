@@ -1,4 +1,8 @@
-"""What do a framework's defaults change? The Hugging Face Trainer uses one of its defaults at a time, and then all of them."""
+"""How far do a framework's defaults change the losses?
+
+The Hugging Face Trainer is configured for work equal to that of the plain loop. Then it trains with one of its own defaults at a
+time, and finally with all of them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the loss difference with all defaults: that of shuffled rows, because it is the largest."""
+    """Predict the loss difference with all defaults. It is set equal to that of shuffled rows, which is the largest."""
     options = WorkOptions.of(context)
     estimate = 0.3 / (options.batch_size * options.sequence_length) ** 0.5 * 10
     basis = "other rows: the loss of a token deviates by about 2 nats, and neighbouring tokens depend on each other"

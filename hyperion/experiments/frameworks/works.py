@@ -19,8 +19,9 @@ from hyperion.workloads import datasets
 
 BYTES, GPT2 = "bytes", "gpt2"
 DATA = datasets.TEXT
-# Bounds are this multiple of the largest difference between the plain loop and its twins, which differ only in rounding. Another
-# framework rounds in more places than a single twin, and the maximum over a few twins is below the largest possible difference.
+# Bounds are this multiple of the largest difference between the plain loop and its twins, which differ only in rounding. A factor
+# above 1 is needed, because another framework rounds in more places than a single twin, and because the maximum over a few twins
+# is below the largest possible difference.
 TWIN_FACTOR = 4.0
 _ROUNDING = 2.0**-24
 
@@ -47,7 +48,7 @@ class WorkOptions(RankOptions):
     learning_rate: float = 1e-3
 
     def ranks_of(self, context: Context, stack: Stack) -> int:
-        """Return the number of ranks for a framework: that of its stack, but at most one for each accelerator."""
+        """Return the number of ranks for a framework: the number of its stack, limited to the number of available devices."""
         return min(stack.ranks, self.device_count(context))
 
     def params(self) -> dict[str, Any]:
@@ -129,12 +130,12 @@ def differing_tensors(record: Record, reference: Record) -> int:
 
 
 def loss_tolerance(twins: Sequence[Record], reference: Record) -> float:
-    """Return the bound on loss differences that rounding explains, computed from twins of the plain loop."""
+    """Return the largest loss difference that is attributed to rounding, computed from twins of the plain loop."""
     # A twin may be bitwise equal, so at least one rounding error is allowed per step.
     least = len(reference.losses) * _ROUNDING * max(reference.losses)
     return max(TWIN_FACTOR * max(loss_difference(twin, reference) for twin in twins), least)
 
 
 def parameter_tolerance(twins: Sequence[Record], reference: Record) -> float:
-    """Return the bound on parameter differences that rounding explains, computed from twins of the plain loop."""
+    """Return the largest parameter difference that is attributed to rounding, computed from twins of the plain loop."""
     return TWIN_FACTOR * max(parameter_difference(twin, reference) for twin in twins)

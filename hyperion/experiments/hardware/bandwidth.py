@@ -31,7 +31,7 @@ class BandwidthOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the bandwidth of every operation and size whose arrays are too large for any cache."""
     options = BandwidthOptions.of(context)
-    # The reader guesses the first forecast: the copy of the largest array.
+    # The copy of the largest array comes first, because the reader is asked to guess the first forecast.
     cells = sorted(_cells(options), key=lambda cell: (-cell[1], cell[0] != "copy"))
     return [stream_forecast(context, operation, options.dtype, elements) for operation, elements in cells]
 

@@ -89,8 +89,8 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Search for the fastest shapes in each format, time the finalists in alternation, then time the given shapes.
 
-    The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device and can lower its clock, so
-    without this finalist it could report a lower rate than chapter 1.1.
+    The fastest square matrix product of chapter 1.1 is also a finalist. The search heats the device and can lower its clock.
+    Without this finalist, the result could therefore be a lower rate than that of chapter 1.1.
     """
     options = BestProductsOptions.of(context)
     rows: list[Row] = []
@@ -117,7 +117,7 @@ def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int,
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Measure one number format and return its rows and samples, or one row with the reason if this is not possible."""
+    """Measure one number format. Return its rows and samples, or a row with the reason if the format cannot be measured."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [absent_product(context, FASTEST, dtype, _TAKEN, f"unsupported: {how}")], []

@@ -36,9 +36,10 @@ def toy_timer(
     random_data: bool = True,
     elements: int = _ELEMENTS,
 ) -> float:
-    """Time a copy of float32 numbers on this machine and return the time in seconds. Each precaution can be switched off.
+    """Return the time in seconds of a copy of float32 numbers on this machine.
 
-    The copy runs asynchronously: in a queue on a GPU, and in a thread on a CPU.
+    Each precaution of the benchmark, such as the warm-up, can be switched off. The copy runs asynchronously: in a queue on a GPU,
+    and in a thread on a CPU.
 
     Args:
         device: device of the copy. None selects the first device.

@@ -38,10 +38,12 @@ _STREAMS = {"copy": (0, 2), "scale": (1, 2), "add": (1, 3), "triad": (2, 3)}
 
 
 def gemm(material: Material, published: bool = False) -> Figure | None:
-    """Plot the TFLOPS of matrix products by size and dtype with each dtype's limit, and the rates as shares of the limits.
+    """Plot the TFLOPS of matrix products by size, with one curve for each dtype.
+
+    The first panel also shows the limit of each dtype. A second panel shows the rates as shares of these limits.
 
     Args:
-        published: add the published results of an MI250X, dashed and labelled as results of another machine.
+        published: whether to add dashed curves with the published results of an MI250X, labelled as another machine.
     """
     rows = gemm_rows(material)
     if not measured(rows):
@@ -92,7 +94,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     """Plot the GB/s of each operation by array size, with the memory bandwidth limit.
 
     Args:
-        published: add the published results of an MI250X, dashed and labelled as results of another machine.
+        published: whether to add dashed curves with the published results of an MI250X, labelled as another machine.
     """
     rows = material.of("bandwidth", metric="bandwidth_gb_s")
     if not measured(rows):
@@ -246,8 +248,8 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 def _slowed(rows: list[Row]) -> list[Row]:
     """Return the rows whose rate is too low because the device lowered its clock or other processes used CPU cores.
 
-    All returned rows have a reported throttle reason. The row must also be marked busy, have no clock reading, or have a clock
-    more than the fraction `_VISIBLE` below the highest clock of all rows.
+    A row is returned if it has a throttle reason and at least one of these conditions holds: the row is marked busy, it has no
+    clock reading, or its clock is more than the fraction `_VISIBLE` below the highest clock of all rows.
     """
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
     low = [row for row in rows if row.busy or row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
@@ -290,7 +292,7 @@ def _draw_published(axes: Axes, positions: dict) -> list[str]:
         if known:
             style = look(str(dtype)) | {"linestyle": "--", "alpha": 0.55, "markerfacecolor": "none", "linewidth": 1.2}
             axes.plot(*zip(*known, strict=True), **style)
-    # A note instead of an entry in the legend, which would then need a second line and cover the title.
+    # This is a note, because another legend entry would need a second line, and the legend would then cover the title.
     return [f"Dashed with hollow marks: MI250X as published, other machine. {table.attrs['title']}: {table.attrs['defects']}."]
 
 
@@ -414,7 +416,7 @@ def _shares(rows: list[Row]) -> str:
 
 def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
     """Yield the fastest matrix product of each dtype, and the copy of the largest arrays."""
-    # The row of the fastest product found repeats a finalist, and the samples with the steadiness are stored for the finalist.
+    # Omit the row "fastest found", which repeats a finalist's row. Only the finalist has samples that show its steadiness.
     products = [r for r in rows if r.metric == "gemm_tflops" and r.variant != "fastest found" and is_steady(r)]
     products = [row for row in products if "plain_loop_calls" not in row.params]
     for row in best_rows(products, lambda row: row.dtype):
@@ -428,7 +430,10 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
-    """Return the flat tables of square products with cold caches and of the sum z = x + y in fp32, by their paths."""
+    """Return a dict that maps file paths to flat tables.
+
+    One table contains the square matrix products with cold caches. The other contains the memory stream z = x + y in fp32.
+    """
     return {
         "hardware/precision_results.csv": concatenated(_precision_table(rows) for rows in runs),
         "hardware/bandwidth_results.csv": concatenated(_bandwidth_table(rows) for rows in runs),

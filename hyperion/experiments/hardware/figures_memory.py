@@ -156,8 +156,8 @@ def launch_cost(material: Material) -> Figure | None:
 def element_bytes(dtype: str) -> float:
     """Return the number of bytes in one stored element of a dtype.
 
-    The names of dtypes state the number of bits, for example bf16, tf32 and fp8_e4m3fn. `hyperion.measure.FORMATS`, which
-    contains the same sizes, imports torch.
+    The size is read from the number of bits in the dtype's name, for example bf16, tf32 or fp8_e4m3fn. The sizes in
+    `hyperion.measure.FORMATS` are the same, but they are not used here because that module imports torch.
     """
     return int(not_none(_BITS.search(dtype))[0]) / 8
 

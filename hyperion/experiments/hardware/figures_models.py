@@ -150,7 +150,7 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
 
 
 def named_kernels(kernels: Sequence[Kernel]) -> str:
-    """Return the key to the letters of a panel."""
+    """Return the text that explains which matrix product each letter in a panel marks, and its share of the FLOPs."""
     return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
 
 
@@ -308,7 +308,7 @@ def _ceilings(material: Material) -> Mapping[str, float]:
 
 
 def _slope_gb_s(material: Material) -> float | None:
-    """Return the rate of the fastest stream over the largest arrays: the memory ceiling of the roofline in chapter 1.1."""
+    """Return the memory ceiling of chapter 1.1's roofline in GB/s: the rate of the fastest stream over the largest arrays."""
     streams = [row for row in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)
     return max(values(row for row in streams if row.params["elements"] == largest), default=None)

@@ -129,7 +129,9 @@ def gaps_of(rows: list[Row]) -> list[GapRows]:
 
 
 def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
-    """Draw waterfalls from the peak to the measured rate, with one bar for each factor.
+    """Draw waterfall charts of the gap between the peak and the measured rate of a matrix product.
+
+    Each bar shows by how much one factor, such as the clock, changes the rate.
 
     Args:
         material: material of the run.
@@ -401,11 +403,11 @@ def _notes(gap: GapRows) -> list[str]:
 
 
 def repeated_products(launches: Iterable[Run]) -> pd.DataFrame:
-    """Return a table of the matrix products that several launches repeat.
+    """Return a table that compares the rates of the same matrix products in several launches (repeated runs).
 
-    The columns are the median over the launches, the 10th and 90th percentile of the samples of a launch (median over the
-    launches), and the coefficient of variation (standard deviation divided by the mean): of all launches, and of the launches on
-    the same GPU around their own mean.
+    The table gives the median rate over the launches. It also gives the 10th and 90th percentile of the samples in a launch, each
+    as the median over the launches. Two columns give a coefficient of variation (standard deviation divided by the mean): one for
+    all launches, and one for the launches on the same GPU, relative to the mean of that GPU.
     """
     rates: dict[tuple[str, int], list[tuple[str, float, float, float]]] = defaultdict(list)
     for run in launches:
@@ -440,7 +442,7 @@ def repeated_products(launches: Iterable[Run]) -> pd.DataFrame:
 
 
 def _variation_within(launches: Iterable[tuple[str, float]]) -> str:
-    """Return the pooled coefficient of variation of the values on the same GPU, or "" if no GPU has two values."""
+    """Return the coefficient of variation of values on the same GPU, pooled over the GPUs, or "" if no GPU has two values."""
     groups: dict[str, list[float]] = defaultdict(list)
     for gpu, value in launches:
         groups[gpu].append(value)

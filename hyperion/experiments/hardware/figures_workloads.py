@@ -18,7 +18,7 @@ def fp64_kernels(material: Material) -> Figure | None:
 
 
 def mapped_memory(material: Material) -> Figure | None:
-    """Draw the GB/s of each kind of memory and access as bars. Without a value, there is no figure."""
+    """Draw bars with the GB/s at which a kernel reads and writes each kind of memory. Return None if there are no values."""
     notes = ["Each byte of the shared array counts once."]
     title = "Memory that host and device share"
     return _bars(material, "mapped_memory", title, lambda row: f"{row.variant}, {row.params['access']}", notes)

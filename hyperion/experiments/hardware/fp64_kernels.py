@@ -1,6 +1,7 @@
 """How fast are two kernels of scientific codes in double precision: Fourier transforms, and a stencil on a grid?
 
-Both compute little per byte, so their best possible time is that of reading each number once and writing it once.
+Both kernels perform few FLOPs per byte, so memory bandwidth limits them. Their shortest possible time is the time to read each
+number once and to write each result once.
 """
 
 import math
@@ -20,13 +21,13 @@ from hyperion.results import Row
 
 FFT_1D, FFT_2D, STENCIL = "fft 1d", "fft 2d", "7-point stencil"
 _DIMENSIONS = {FFT_1D: 1, FFT_2D: 2, STENCIL: 3}
-# Share of each neighbour in the new value of a point. The scheme is stable up to 1/6.
+# Weight of each of the six neighbours in the new value of a grid point. The scheme is stable for weights up to 1/6.
 COUPLING = 0.1
-# PyTorch runs the stencil as a scaling (2 arrays are read or written) and six additions in place (3 arrays each).
+# Number of arrays that a stencil step reads or writes in PyTorch: 2 for a scaling, and 3 for each of six in-place additions.
 _STENCIL_ARRAYS = 2 + 6 * 3
-# One pass over the data transforms up to 2¹² complex numbers, because they fit into the shared memory of one unit (64 KiB).
+# Transforms of up to 2¹² complex numbers need one pass over the data, because 64 KiB fit into a compute unit's shared memory.
 _LOG2_POINTS_OF_A_PASS = 12
-# At least one transform is compared with numpy, and more while they have no more than this many numbers in all.
+# Maximum number of complex numbers to compare with numpy. At least one transform is compared, even if it is longer.
 _COMPARED_POINTS = 1 << 20
 _EPS = torch.finfo(torch.float64).eps
 _INSIDE = (slice(1, -1),) * 3
@@ -36,7 +37,7 @@ class Fp64KernelsOptions(Options):
     """Options for the `fp64_kernels` experiment.
 
     Args:
-        points: number of complex numbers that one call transforms, in as many transforms as fit.
+        points: maximum number of complex numbers per call. A call runs as many transforms as this number allows, at least one.
         lengths_1d, lengths_2d: lengths of the one-dimensional transforms, and of both sides of the two-dimensional ones.
         grid: length of each side of the stencil's grid, without its boundary.
         time_limit_s: timing budget in seconds for each kernel.
@@ -63,12 +64,12 @@ class _Kernel:
 
     @property
     def traffic_bytes(self) -> int:
-        """Least possible traffic of a call: each number is read once, and each result is written once."""
+        """Minimum memory traffic of a call in bytes: each number is read once, and each result is written once."""
         return 2 * self.count * self.points * (8 if self.name == STENCIL else 16)
 
     @property
     def passes(self) -> float:
-        """Expected number of times that a call reads and writes all numbers."""
+        """Expected number of passes of a call over its data. A pass reads and writes all numbers once."""
         if self.name == STENCIL:
             return _STENCIL_ARRAYS / 2
         return _DIMENSIONS[self.name] * math.ceil(math.log2(self.length) / _LOG2_POINTS_OF_A_PASS)
@@ -79,7 +80,7 @@ class _Kernel:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that each pass over the numbers is as fast as a copy."""
+    """Predict the bandwidth of each kernel, assuming that each pass over its data is as fast as a copy."""
     forecasts = []
     for kernel in _kernels(Fp64KernelsOptions.of(context)):
         expected = expected_stream(context, "copy", "fp64", kernel.traffic_bytes)
@@ -117,7 +118,7 @@ def _kernels(options: Fp64KernelsOptions) -> list[_Kernel]:
 
 def _rows(context: Context, kernel: _Kernel, timing: Timing, verification: Verification) -> list[Row]:
     limit_gb_s, source = bandwidth_limit(context.device, kernel.traffic_bytes)
-    # Amounts of work of a call, by metric: 10⁹ bytes, and the conventional 5 N log2 N FLOPs of a transform in 10¹².
+    # Work of a call for each metric, in GB or in units of 10¹² FLOPs. By convention, a transform counts as 5 N log2 N FLOPs.
     work = {"bandwidth_gb_s": kernel.traffic_bytes / 1e9}
     if kernel.name != STENCIL:
         work["fft_tflops"] = 5 * kernel.count * kernel.points * math.log2(kernel.points) / 1e12
@@ -132,7 +133,7 @@ def _rows(context: Context, kernel: _Kernel, timing: Timing, verification: Verif
 def _prepare(kernel: _Kernel, device: Device, seed: int) -> tuple[Callable[[], None], Callable[[], Verification]]:
     """Return the function to time, and a function that verifies the output of its last call.
 
-    The output is first filled with NaN, so that an element that no call writes fails the check.
+    The output is first filled with NaN, so that the verification detects elements that the calls do not write.
     """
     generator = torch.Generator(device.torch_device).manual_seed(seed)
     options: dict = {"generator": generator, "device": device.torch_device}
@@ -154,9 +155,10 @@ def _prepare(kernel: _Kernel, device: Device, seed: int) -> tuple[Callable[[], N
 
 
 def verify_transforms(signals: Tensor, spectra: Tensor) -> Verification:
-    """Compare the first transforms with numpy's in float64, and the energies of all with those of the signals (Parseval).
+    """Verify Fourier transforms with numpy and with Parseval's theorem.
 
-    The tolerance is the largest possible rounding error of a transform of N points: 7 log2 N unit roundoffs.
+    The first transforms are compared with numpy's results in float64. The energy of every spectrum is compared with the energy of
+    its signal. The tolerance is the largest possible rounding error of a transform of N points: 7 log2 N unit roundoffs.
 
     Args:
         signals, spectra: complex tensors of the same shape [transforms, …].
@@ -176,11 +178,13 @@ def verify_transforms(signals: Tensor, spectra: Tensor) -> Verification:
 
 
 def heat_step(grid: Tensor, output: Tensor) -> None:
-    """Write one step of the heat equation, u + COUPLING · (sum of (neighbour - u) over six neighbours), into `output`.
+    """Compute one time step of the heat equation and write it to `output`.
+
+    The new value of a point is u + COUPLING · (sum of (neighbour - u) over six neighbours).
 
     Args:
         grid: float64 values u with their boundary, shape [Z + 2, Y + 2, X + 2].
-        output: tensor of shape [Z, Y, X] for the new values of the points inside.
+        output: tensor of shape [Z, Y, X] for the new values of the interior points.
     """
     torch.mul(grid[_INSIDE], 1 - 6 * COUPLING, out=output)
     for dimension in range(3):
@@ -190,9 +194,11 @@ def heat_step(grid: Tensor, output: Tensor) -> None:
 
 
 def verify_step(grid: Tensor, output: Tensor) -> Verification:
-    """Compare a step with scipy's in float64, and a step from an eigenfunction with the known factor.
+    """Verify a time step of the heat equation with scipy and with an eigenfunction.
 
-    The tolerance is 13 roundings by half an eps, of terms that are together about twice as large as the result.
+    The output is compared with scipy's result in float64. A step that starts from the eigenfunction must multiply it by the known
+    factor. The tolerance allows 13 rounding errors of half an eps each. They are relative to terms whose sum of magnitudes is
+    about twice the result.
 
     Args:
         grid, output: as for `heat_step`.
@@ -212,9 +218,10 @@ def verify_step(grid: Tensor, output: Tensor) -> Verification:
 
 
 def eigenfunction(length: int) -> tuple[Tensor, float]:
-    """Return a function on `length`³ points and a boundary of zeros, and the factor by which one step multiplies it.
+    """Return an eigenfunction of the stencil, and the factor by which one step multiplies it.
 
-    It is a product of sines with one, two and three half waves. Each dimension has another cosine in the factor.
+    The function has `length`³ interior points and a boundary of zeros. It is a product of three sines, with one, two and three
+    half waves along the three dimensions. The factor therefore contains a different cosine for each dimension.
     """
     angles = [waves * math.pi / (length + 1) for waves in (1, 2, 3)]
     sines = [torch.sin(angle * torch.arange(length + 2, dtype=torch.float64)) for angle in angles]

@@ -82,7 +82,7 @@ def _params(size: int, cache: str = "cold") -> dict:
 def _measure_cell(context: Context, options: GemmOptions, dtype: str, size: int) -> tuple[list[Row], list[pd.DataFrame]]:
     """Time one size of matrix product in one format, with cold and with warm caches.
 
-    If this is not possible, return one row with the reason.
+    If the product cannot be measured, return one row with the reason.
     """
     supported, how = context.device.supports(dtype)
     if not supported:

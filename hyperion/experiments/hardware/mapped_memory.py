@@ -1,7 +1,8 @@
-"""How fast does a kernel read and write memory that the host can access, too?
+"""How fast does a kernel read and write memory that both the host and the device can access?
 
-Mapped memory is pinned memory of the host, which a kernel accesses over the link. Managed memory is one allocation for host and
-device. Most drivers move its pages to where they are used, so that a kernel that uses them again finds them on its device.
+Mapped memory is pinned host memory that a kernel accesses over the link between host and device. Managed memory is a single
+allocation that both can access. Most drivers move each page of managed memory to the side that uses it, so a kernel that uses
+the same pages again finds them in device memory.
 """
 
 import contextlib
@@ -31,14 +32,14 @@ MAPPED, MANAGED = "mapped", "managed"
 READ, WRITE = "read", "write"
 _CELLS = tuple(product((MAPPED, MANAGED), (READ, WRITE)))
 METRIC, DTYPE = "bandwidth_gb_s", "int32"
-# Name of the runtime's library, prefix of its functions, and its functions for pinned memory.
+# Name of the runtime library, prefix of its functions, and names of the functions that allocate and free pinned memory.
 _RUNTIMES = {
     "cuda": ("libcudart", "cuda", "cudaHostAlloc", "cudaFreeHost"),
     "rocm": ("libamdhip64", "hip", "hipHostMalloc", "hipHostFree"),
 }
 _HOST_ALLOC_MAPPED, _MEM_ATTACH_GLOBAL = 2, 1  # flags of both runtimes
-# Share of the free memory that one array may take. There are up to six arrays. Managed memory beyond the free memory of a device
-# can make the whole machine hang.
+# Largest share of the free memory that one array may take. Up to six arrays exist at a time. If managed memory exceeds the free
+# memory of the device, the whole machine can hang.
 _SHARE_OF_FREE = 1 / 16
 
 
@@ -55,11 +56,15 @@ class MappedMemoryOptions(Options):
 
 
 class RuntimeCallError(HyperionError):
-    """Raised if the runtime of CUDA or HIP is not found, or refuses a call."""
+    """Raised if the CUDA or HIP runtime is not found, or if one of its functions fails."""
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that mapped memory is as fast as copies of pinned memory, and managed memory as fast as that of the device."""
+    """Predict the bandwidth of mapped and managed memory.
+
+    Mapped memory is predicted to be as fast as a copy of pinned memory. Managed memory is predicted to be as fast as device
+    memory, because its pages are assumed to move to the device.
+    """
     if reason := transfer_refusal(context.device):
         return [Forecast(memory, METRIC, None, reason, DTYPE, {"access": access}) for memory, access in _CELLS]
     forecasts = []
@@ -70,7 +75,7 @@ def forecast(context: Context) -> list[Forecast]:
         basis = f"this run's fastest copy of pinned memory, {direction}; the interval is a factor of 2"
         basis = basis if rates else "this run has no copies of pinned memory (04_limits_explained)"
         forecasts.append(Forecast(MAPPED, METRIC, rate, basis, DTYPE, {"access": access}, low=low, high=high))
-    # The rate of a copy counts the bytes that it reads and those that it writes.
+    # The rate of a copy counts the bytes read and the bytes written. Here only the bytes of the shared array count: half of them.
     managed = expected_stream(context, "copy", "fp32", 2 * MappedMemoryOptions.of(context).mib * MIB)
     managed = replace(managed, ceiling=None if managed.ceiling is None else managed.ceiling / 2)
     managed = managed.divided_by(2, "half of a copy, if the pages move to the device")
@@ -93,7 +98,10 @@ EXPERIMENT = Experiment(forecast, run, options=MappedMemoryOptions, forecast_rea
 
 
 def _measure(context: Context, memory: str, access: str) -> tuple[Row, list[pd.DataFrame]]:
-    """Return the row of one kind of memory and access, with its samples. Each byte of the shared array counts once."""
+    """Measure one kind of access to one kind of memory. Return its row and samples.
+
+    The bandwidth counts each byte of the shared array once.
+    """
     options, device = MappedMemoryOptions.of(context), context.device
     absent: dict = {"dtype": DTYPE, "params": {"access": access}}
     if reason := transfer_refusal(device):
@@ -117,17 +125,19 @@ def _limit(device: Device, memory: str, size: int) -> tuple[float | None, str]:
     if memory == MAPPED:
         return None, "no limit: no datasheet value: the link to the host belongs to the machine, not to the device"
     limit, source = bandwidth_limit(device, 2 * size)
-    # The kernel also reads or writes an array of the same size in the memory of the device.
+    # The kernel also reads or writes an array of the same size in device memory, so the shared array gets half of the bandwidth.
     return (None, source) if limit is None else (limit / 2, f"half of {source}")
 
 
 def array_bytes(options: MappedMemoryOptions, device_free: int, host_free: int) -> int:
-    """Return the number of bytes of an array, a multiple of 4, from the free memory of the device and of the host in bytes."""
+    """Return the size of an array in bytes, a multiple of 4. The free memory in bytes of device and host limits the size."""
     return int(min(options.mib * MIB, device_free * _SHARE_OF_FREE, host_free * _SHARE_OF_FREE)) // 4 * 4
 
 
 def measure_access(access: str, host: Tensor, array: Tensor, device: Device, time_limit_s: float) -> tuple[Timing, Verification]:
-    """Time a kernel that adds 1 to each number, and check the result. The kernel also uses an array of the device.
+    """Time a kernel that adds 1 to each number, and check the result.
+
+    The kernel reads one array and writes another. One of them is the shared array, and the other is in device memory.
 
     Args:
         access: READ if the kernel reads from the shared array, WRITE if it writes to it.
@@ -139,7 +149,7 @@ def measure_access(access: str, host: Tensor, array: Tensor, device: Device, tim
     host.copy_(numbers if access == READ else torch.zeros_like(numbers))
     source, target = (array, torch.zeros_like(array)) if access == READ else (numbers.to(array.device), array)
     timing = time_function(lambda: torch.add(source, 1, out=target), device, time_limit_s=time_limit_s)
-    # The timing ends with a synchronisation. Before it, some devices do not allow the host to access managed memory.
+    # Some devices do not allow the host to access managed memory while kernels run. The timing ends with a synchronisation.
     result = target.cpu() if access == READ else host
     wrong = torch.count_nonzero(result != numbers + 1).item() / numbers.numel()
     return timing, Verification("host and device see the same numbers", wrong, 0.0)
@@ -147,7 +157,7 @@ def measure_access(access: str, host: Tensor, array: Tensor, device: Device, tim
 
 @contextlib.contextmanager
 def allocated(memory: str, size: int, device: Device, library: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Context manager that allocates mapped or managed memory, and frees it at the end.
+    """Allocate mapped or managed memory, and free it when the `with` block ends.
 
     Args:
         memory: MAPPED or MANAGED.
@@ -186,7 +196,7 @@ def _pointer_of(library: Any, prefix: str, function: str, *arguments: Any) -> in
 
 
 def load_runtime(device: Device) -> ctypes.CDLL:
-    """Return the runtime of CUDA or HIP that PyTorch has loaded into this process.
+    """Return the CUDA or HIP runtime library that PyTorch has loaded into this process.
 
     Raises:
         RuntimeCallError: PyTorch has not loaded it as a shared library.
@@ -199,6 +209,6 @@ def load_runtime(device: Device) -> ctypes.CDLL:
 
 
 def tensor_at(pointer: int, count: int, device: Device) -> Tensor:
-    """Return an int32 tensor of `count` numbers over memory that the device can access at the address `pointer`."""
+    """Return a tensor of `count` int32 numbers that uses the memory at the address `pointer`, which the device can access."""
     interface = {"shape": (count,), "typestr": "<i4", "data": (pointer, False), "version": 2}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device.torch_device)

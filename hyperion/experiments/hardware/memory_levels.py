@@ -16,8 +16,8 @@ from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities
 from hyperion.results import Row
 from hyperion.units import MIB
 
-# The limit of device memory applies to working sets at least this many times as large as the last-level cache. The cache then
-# serves at most a twentieth of the bytes, no more than the gap between the fastest stream and its limit.
+# The bandwidth of device memory is a limit only for working sets at least this many times as large as the last-level cache. The
+# cache then serves at most a twentieth of the bytes. This is no more than the gap between the fastest stream and its limit.
 _BEYOND_CACHE = 20
 
 

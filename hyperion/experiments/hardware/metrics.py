@@ -1,4 +1,4 @@
-"""Metrics of the hardware that the library does not define elsewhere."""
+"""Metrics of the hardware experiments, in addition to the metrics that the library shares among all experiments."""
 
 from hyperion.results import Metric
 

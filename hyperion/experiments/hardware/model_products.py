@@ -131,7 +131,7 @@ def _measure_step(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """All matrix products of a step with the same dimensions. The result is that of one of them."""
+    """Group of all matrix products of a step with the same dimensions. `result` is the timing of one of them."""
 
     dtype: str
     params: dict
@@ -164,8 +164,8 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
 def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
     """Return the row with the TAF of one model in one number format.
 
-    Its clock and power were measured during the longest matrix product. Its check is the one with the largest error relative to
-    its tolerance.
+    The clock and power in the row were measured during the longest matrix product. The row's check is the check of the product
+    whose error is the largest relative to its tolerance.
     """
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing

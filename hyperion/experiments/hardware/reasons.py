@@ -1,4 +1,7 @@
-"""Texts of rows by which figures and sentences recognize why there is no limit. This module does not import torch."""
+"""Texts stored in rows, from which figures and sentences recognize why a row has no limit.
 
-# Start of the `limit_source` of a bandwidth whose calls spend at least half of their time on launching.
+The texts are in a module of their own, so that figures and sentences need not import torch.
+"""
+
+# Prefix of `limit_source` in a bandwidth row that has no limit because launches take at least half of the time of its calls.
 LAUNCHING = "no limit: mostly launching"

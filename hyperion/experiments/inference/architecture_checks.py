@@ -1,4 +1,4 @@
-"""Checks of one architecture: forward, backward and generate of a tiny model with random weights, compared with float64."""
+"""Check one architecture: run a tiny model with random weights forward, backward and in generation, and compare with float64."""
 
 import contextlib
 import copy
@@ -14,13 +14,17 @@ from torch.utils._pytree import tree_map
 from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
 from hyperion.experiments.inference.rounding import Case, Derivatives, errors_over_tolerance
 
-# The two largest logits are a tie if they differ by less than this share of the largest magnitude, or 1,000 float32 roundings.
+# The two largest logits count as a tie if they differ by less than this share of the largest magnitude. The share is about 1,000
+# times the rounding error of float32.
 TIE = 1e-4
 _EMBEDDING_SCALE = 0.1
 
 
 class _StaysInFloat64(TorchDispatchMode):
-    """Replace float32 by float64 in each call. Many models convert some steps to float32, which the reference must not do."""
+    """Replace float32 by float64 in the arguments of every operator.
+
+    Many models convert some intermediate results to float32. The float64 reference must not lose precision in this way.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         args, kwargs = tree_map(lambda one: torch.float64 if one is torch.float32 else one, (args, kwargs or {}))
@@ -96,13 +100,16 @@ class TinyModel:
 
 
 def check_derivatives(tiny: TinyModel, seed: int, probes: int) -> dict[str, float]:
-    """Return the largest error over its tolerance: "forward" for the loss and the logits, "backward" for their gradients."""
+    """Return the largest ratio of an error to its tolerance, for each pass.
+
+    The key "forward" contains the ratio for the loss and the logits, the key "backward" the ratio for their gradients.
+    """
     case = tiny.case(lambda outputs: (outputs.loss, logits_of(outputs)), tiny.inputs)
     return errors_over_tolerance(case, torch.float32, seed, probes)
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a model. For a model of text and images, these are the similarities of the pairs."""
+    """Return the logits of a model. For a model that compares texts with images, these are the similarities of all pairs."""
     return outputs.logits_per_image if hasattr(outputs, "logits_per_image") else outputs.logits
 
 
@@ -122,7 +129,7 @@ class Gradients:
 
 
 def check_gradients(tiny: TinyModel) -> Gradients:
-    """Compute the gradients of the loss, and determine which parameters get none and why."""
+    """Compute the gradients of the loss. Also find the parameters that get no gradient, and the reason for each."""
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in tiny.model.modules()]
     tiny.model.zero_grad()
@@ -154,8 +161,8 @@ class Generated:
         tokens: number of generated tokens.
         wrong: number of tokens that differ from the most probable token of the plain forward pass, excluding ties.
         ties: number of positions at which the two largest logits are closer than `TIE`.
-        need_context: number of tokens that a model would choose differently if it saw only the last token. If it is 0, a broken
-            cache is not noticed.
+        need_context: number of tokens that the model would choose differently if it saw only the last token. If it is 0, the
+            check cannot detect a broken cache.
         ratio: largest error of the generated logits against float64, divided by its tolerance.
     """
 

@@ -1,4 +1,4 @@
-"""Configurations of the architectures: each is a transformers class with random weights and a few thousand parameters."""
+"""Configurations of the architectures. Each one builds a model of transformers with a few thousand random parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Architecture:
 
 
 def _tokens(generator: torch.Generator) -> dict[str, Tensor]:
-    # The smallest token ids are not used, because models use them for padding and for the ends of a sequence.
+    # The inputs omit the smallest token ids, because models reserve these for padding and for the start and end of a sequence.
     ids = torch.randint(5, VOCABULARY, (2, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids}
 

@@ -1,4 +1,4 @@
-"""Which architectures of transformers run on this device, and are their results correct?
+"""Check which architectures of transformers run on this device, and whether their results are correct.
 
 Each architecture is built from its configuration class with a few thousand random weights, without a download. Its float32 logits
 and gradients are compared with the same model in float64 on the CPU. Generation with a cache must choose the same tokens as plain
@@ -27,8 +27,8 @@ class ArchitecturesOptions(Options):
     Args:
         names: names of the architectures, or an empty tuple for all of them.
         new_tokens: number of tokens to generate.
-        probes: number of float64 references with randomly changed inputs, for each of the two sizes of change: the unit roundoff
-            of float32 and that of float64. See `rounding`.
+        probes: number of float64 references with randomly changed inputs. This number is computed twice: for changes as large
+            as the unit roundoff of float32, and for changes as large as that of float64. See `rounding`.
         seeds: number of models with different random weights for each architecture.
     """
 
@@ -47,14 +47,17 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Check each architecture. If a step fails or the class does not have it, its row contains the reason instead of a value."""
+    """Check each architecture.
+
+    If a step fails, or if the model class does not support it, its row contains the reason instead of a value.
+    """
     import transformers  # here, because it is slow to import
 
     options = ArchitecturesOptions.of(context)
     names = options.names or tuple(ARCHITECTURES)
     rows: list[Row] = []
     passed = 0
-    transformers.logging.set_verbosity_error()  # the tiny vocabulary lacks the default special tokens of the configurations
+    transformers.logging.set_verbosity_error()  # hide warnings that default special tokens are outside the tiny vocabulary
     with matmul_precision(FORMATS["fp32"]):
         for done, name in enumerate(names):
             report(done, len(names), name)
@@ -69,7 +72,8 @@ def run(context: Context, report: Report) -> Result:
 
 EXPERIMENT = Experiment(forecast, run, options=ArchitecturesOptions, isolated=True)
 
-# Largest number of models with different weights that are tried until the generated tokens depend on the context.
+# The check of generation is repeated with other random weights until the generated tokens depend on the context. This is the
+# largest number of models that it tries.
 _WEIGHTS = 4
 NO_GENERATION = "not applicable: the class has no generation"
 

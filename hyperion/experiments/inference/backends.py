@@ -1,6 +1,7 @@
 """Runtimes for a trained model: PyTorch eager, compiled and captured, AOTInductor, ONNX Runtime, and MIGraphX.
 
-`prepare` and `load_package` return a function from inputs to logits, with the cost of its preparation and what will run.
+`prepare` and `load_package` return a `Prepared`: a function from inputs to logits, the cost of preparing it, and a description of
+what it runs.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ from hyperion.measure.steps.compilation import measure_first_calls, missing_comp
 
 EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
 AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runtime GPU", "MIGraphX"
-# All runtimes except AOTInductor run in one process. AOTInductor has its own, because loading a package may end a process.
+# These runtimes share one process. AOTInductor runs in a separate process, because loading its package can crash the process.
 IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
 CPU_PROVIDER = "CPUExecutionProvider"
 GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
 _MOST_EXAMPLES = 4096
-# Operators that only change the form of a tensor or allocate it. They launch no kernel.
+# Operators that only change the shape or strides of a tensor, or allocate memory. They launch no kernel.
 _NO_WORK = re.compile(
     r"_?(unsafe_)?(view|reshape|transpose|permute|expand|slice|select|narrow|squeeze|unsqueeze|split|unbind|chunk|flatten)\w*"
     r"|t|to|size|alias|detach|lift_fresh|as_strided|contiguous|empty\w*|resize_|result_type|item|_local_scalar_dense|is_nonzero"
@@ -41,7 +42,7 @@ _NO_WORK = re.compile(
 
 
 class Logits(nn.Module):
-    """Wrapper around a model with one input `x` and one output, as exporters require it."""
+    """Wrap a model so that its forward method has a single input named `x` and a single output. The exporters require this."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -59,9 +60,9 @@ class Prepared:
         call: function from inputs to logits. It returns when the work has been enqueued on the device.
         device: device on which the work runs.
         dtype: number format of weights and activations.
-        seconds: time of each preparation step in seconds, by the name of its metric.
+        seconds: a dict that maps the metric of each preparation step to its time in seconds.
         stored_bytes: size of the file that the runtime loads, in bytes. None if there is no such file.
-        ran: what will run, as params for rows, such as the providers of a session.
+        ran: description of what runs, for example the providers of a session. The rows contain it in their params.
     """
 
     call: Callable[[Tensor], Tensor]
@@ -73,7 +74,7 @@ class Prepared:
 
 
 def why_absent(runtime: str, device: Device) -> str:
-    """Return why a runtime cannot be used on this machine, or "" if it can."""
+    """Return the reason why a runtime cannot be used on this machine, or an empty string if it can."""
     if runtime in (COMPILED, AOTI):
         missing = missing_compiler(device)
         return f"unavailable: {missing}" if missing else ""
@@ -87,14 +88,17 @@ def why_absent(runtime: str, device: Device) -> str:
 
 
 def why_no_migraphx(device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
-    """Return why MIGraphX cannot be used, or "" if it can. It is part of ROCm and is not in the Python package index."""
+    """Return the reason why MIGraphX cannot be used, or an empty string if it can.
+
+    MIGraphX is part of ROCm and is not in the Python package index.
+    """
     if device.kind != "rocm":
         return f"unavailable: MIGraphX needs an AMD GPU, and this device is of the kind {device.kind}"
     return "" if find("migraphx") else "unavailable: migraphx is not installed; next step: install migraphx with ROCm's packages"
 
 
 def why_no_provider(runtime: str, device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
-    """Return why ONNX Runtime or a provider for this device cannot be used, or "" if it can."""
+    """Return the reason why ONNX Runtime or its provider for this device cannot be used, or an empty string if both can."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find(name) is None]
     if missing:
         return f"unavailable: {' and '.join(missing)} not installed; next step: pip install {' '.join(missing)}"
@@ -168,10 +172,11 @@ def export_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
 
 
 def _recorded_loops(device: torch.device) -> Any:
-    """Context manager in which Inductor makes its CPU loops visible to the profiler. It costs nothing without a profiler.
+    """Context manager in which Inductor makes its CPU loops visible to the profiler. Without a profiler, this costs no time.
 
-    The profiler sees the kernels of a GPU without it. There, the option must stay off: with it, PyTorch 2.11 encloses each launch
-    in its own scope, and the C++ code of a package with a dynamic batch size does not compile ("was not declared in this scope").
+    On a GPU, the profiler records the kernels without this option, and the option must stay off. It makes PyTorch 2.11 enclose
+    each launch in its own scope. The C++ code of a package with a dynamic batch size then does not compile ("was not declared in
+    this scope").
     """
     import torch._inductor.config as config
 
@@ -187,7 +192,10 @@ def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
 
 
 def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prepared:
-    """Load a package that `build_package` wrote. Call this in a separate process, which crashes in some versions of PyTorch."""
+    """Load a package that `build_package` wrote.
+
+    In some versions of PyTorch, loading a package crashes the process, so call this function in a separate process.
+    """
     share_cpp_library()
     began = time.perf_counter()
     package = torch._inductor.aoti_load_package(str(path))
@@ -198,10 +206,11 @@ def load_package(path: Path, device: Device, dtype: str, build_s: float) -> Prep
 def share_cpp_library() -> None:
     """Make the C++ library of this process visible to shared libraries that are loaded later.
 
-    Some compilers link libstdc++ statically. A package that they built has its own copy, of which only a part replaces that of
-    the process, and loading ends with std::bad_cast or SIGSEGV in std::regex. Symbols of a visible library take precedence.
+    Some compilers link libstdc++ statically, so a package that they build contains its own copy. When the package is loaded, only
+    a part of this copy replaces the library of the process. Loading then fails with std::bad_cast or with SIGSEGV in std::regex.
+    If the library of the process is visible, its symbols take precedence over those of the copy.
     """
-    with contextlib.suppress(OSError):  # a process with another C++ library
+    with contextlib.suppress(OSError):  # the process uses another C++ library
         ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
@@ -221,7 +230,7 @@ class OrtSession:
         self._path, self._provider = path, provider
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        # Spinning idle threads would take cores from PyTorch, which is timed in turn.
+        # Idle threads that spin would take cores from PyTorch, whose calls are timed in alternation with those of this session.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
         require_provider(provider, self._session.get_providers())
@@ -261,8 +270,8 @@ def require_provider(asked: str, present: Sequence[str]) -> None:
 def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     """Return the number of kernels that one call launches.
 
-    On a CPU, count the leaf operators that compute: an operator that only calls other such operators does not count. A fused
-    loop of Inductor counts as one operator. For ONNX Runtime, count the nodes that ran.
+    On a CPU, count the innermost operators that compute. An operator that calls other computing operators does not count itself.
+    A fused loop of Inductor counts as one operator. For ONNX Runtime, count the nodes that ran.
     """
     if isinstance(prepared.call, OrtSession):
         return len(prepared.call.node_providers(inputs))
@@ -273,13 +282,16 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
 
 
 def device_seconds(prepared: Prepared, inputs: Tensor) -> float:
-    """Return the seconds in which a GPU works in one call: the sum over its kernels and copies, without the gaps between them."""
+    """Return the busy time of a GPU during one call, in seconds.
+
+    This is the sum of the times of all kernels and copies, without the gaps between them.
+    """
     events = _profiled(prepared, inputs)
     return sum(event.time_range.elapsed_us() for event in events if event.device_type.name != "CPU") / 1e6
 
 
 def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
-    """Return the profiler's events of a second call: those of the device, or of the CPU if there is no GPU."""
+    """Return the profiler's events for the second call: GPU events if there is a GPU, otherwise CPU events."""
     gpu = prepared.device.kind != "cpu"
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
@@ -291,7 +303,7 @@ def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
 
 
 def _kernels_of(event: Any) -> int:
-    """Return the number of innermost computing operators within an event."""
+    """Return the number of computing operators in an event that contain no other computing operator."""
     return sum(map(_kernels_of, event.cpu_children)) or int(_computes(event.name))
 
 
@@ -313,7 +325,8 @@ def _gpu_provider(device: Device) -> str:
 class _Compiled:
     """A model that is compiled for a few batch sizes. Other batches are split into parts of these sizes.
 
-    One compilation takes longer than all other measurements of the model. Without fixed sizes, each new batch size would add one.
+    One compilation takes longer than all other measurements of the model. Without this restriction, each new batch size would
+    cause another compilation.
     """
 
     def __init__(self, model: nn.Module, batches: tuple[int, ...]):
@@ -349,7 +362,7 @@ class _Captured:
 
     @torch.no_grad()
     def _capture(self, source: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        # Libraries allocate workspaces in the first calls, so these must not be captured.
+        # Libraries allocate workspaces during the first calls, so do not capture these calls.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

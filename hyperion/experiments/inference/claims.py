@@ -1,7 +1,7 @@
-"""Claims of the chapter on inference. A claim is a pair: True if it holds, and the sentence to print otherwise.
+"""Claims of the chapter on inference. A claim is a pair (True if the claim holds, sentence to print if it does not hold).
 
-A claim does not hold if its row is missing or has no value. A runtime or a number format that cannot be used on this machine
-makes no claim. Each function returns a list of claims, which the notebook checks with `chapter.expect`.
+A claim does not hold if its row is missing or has no value. There are no claims about a runtime or a number format that cannot be
+used on this machine. Each function returns a list of claims, which the notebook checks with `chapter.expect`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from hyperion.experiments.inference.figures_operators import gaps, steps_of
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
-# Largest change of perplexity or accuracy that another runtime may cause: in fp32, and in a 16-bit format.
+# Largest change of perplexity or accuracy that a runtime other than eager mode may cause: in fp32, and in a 16-bit format.
 SAME_FORMAT, SIXTEEN_BITS = 1e-3, 2e-2
 
 
@@ -51,7 +51,7 @@ def provider_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return, for each model, the claim that the compiled model launches fewer kernels than the eager one."""
+    """Check for each model that the compiled model launches fewer kernels than the eager model."""
     counts = {
         (row.variant, row.params["model"]): not_none(row.value)
         for row in rows
@@ -64,7 +64,7 @@ def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
     ]
 
 
-# The threshold for decoding applies to models whose weights are far larger than the last-level cache.
+# The claim about decoding applies only to models whose weights are far larger than the last-level cache.
 LARGE_BYTES, SHARE_OF_BANDWIDTH = 5e9, 0.7
 # Largest change of perplexity by an 8-bit format, and by a 4-bit format.
 EIGHT_BITS, FOUR_BITS = 0.01, 0.15
@@ -95,7 +95,7 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
 def quality_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that perplexity rises by at most 1 % with 8-bit weights and 15 % with 4-bit weights.
 
-    A larger rise is allowed if the 95 % interval contains the largest allowed value.
+    A claim also holds if the rise is larger but not significantly so: its 95 % interval contains the limit.
     """
     claims = []
     for row in _known(rows, "perplexity_ratio"):
@@ -108,8 +108,8 @@ def quality_claims(rows: Sequence[Row]) -> list[Claim]:
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
 
-    The bandwidth is that of the copy in chapter 1.1, or that of the data sheet if this run has no copy. Without a large model, as
-    on a CPU, the result contains no such claim.
+    The bandwidth is that of the copy in chapter 1.1. If this run did not measure the copy, the bandwidth in the data sheet is
+    used. If no large model was decoded, as on a CPU, the result contains no such claim.
     """
     claims = []
     large = {row.params["model"] for row in _known(rows, "weight_bytes") if not_none(row.value) >= LARGE_BYTES}
@@ -144,9 +144,10 @@ FEWEST_OPERATORS, FEWEST_ARCHITECTURES = 80, 20
 
 
 def operator_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that no operator fails for an unknown reason, and that at least 80 pass for each format and pass.
+    """Check that no operator fails for an unknown reason, and that in each format at least 80 pass, both forward and backward.
 
-    If a package for PyTorch's operator database is not installed, these numbers have no value and make no claim.
+    PyTorch's operator database needs additional packages. If one is not installed, the rows have no values, and there are no
+    claims.
     """
     failed = [line for line in gaps(rows) if line["status"] == "failed"]
     claims = [(False, f"{line['operator']}, {line['dtype']}, {line['pass']}: {line['reason']}") for line in failed]

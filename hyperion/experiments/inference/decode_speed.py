@@ -1,7 +1,7 @@
-"""How fast can one sequence be decoded, and how close is this to reading all weights once per token?
+"""Measure how fast one sequence can be decoded, and compare the time with the time to read all weights once per token.
 
-With one sequence, every weight is read for every token and used for a single multiply-add. So the minimum time per token is the
-size of the weights and the cache, divided by the memory bandwidth. Fewer bytes per weight reduce this time.
+To decode one token of one sequence, the device reads every weight and uses it for a single multiply-add. So the minimum time per
+token is the size of the weights and the cache, divided by the memory bandwidth. Fewer bytes per weight reduce this time.
 """
 
 import math
@@ -38,7 +38,7 @@ from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_
 ORIGINAL = "original"
 METRICS = metrics.METRICS
 _COPY = "copy"
-# Number of roundings in a layer that change the residual stream that the next layer reads.
+# Number of roundings in a layer that change its output, the residual stream.
 _ROUNDINGS = 8
 _DEVIATIONS = 4
 
@@ -48,12 +48,12 @@ class DecodeSpeedOptions(Options):
 
     Args:
         trained_model: name of a trained language model, see `hyperion.workloads.trained_models`.
-        random_model: name of a Llama with random weights, which is as fast as a trained one of the same shape. None omits it.
+        random_model: name of a Llama with random weights. It is as fast as a trained Llama of the same shape. None omits it.
         vocabulary: vocabulary size of the random Llama.
         dtype: number format of the original weights, the cache and the arithmetic.
         schemes: names of the quantisation schemes.
         prompt_tokens: number of tokens in the prompt.
-        new_tokens: number of tokens in a timed decode.
+        new_tokens: number of tokens that a timed decode generates.
         positions: number of positions in the cache. All of them are read for each token.
         time_limit_s: seconds of timing for each variant.
     """
@@ -74,7 +74,7 @@ class DecodeSpeedOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the time per token: bytes of weights and cache, divided by the copy bandwidth that this run measured."""
+    """Predict the time per token: the bytes of weights and cache, divided by the measured bandwidth of a copy."""
     options = DecodeSpeedOptions.of(context)
     copy = _copy_row(context)
     forecasts = []
@@ -94,7 +94,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Decode with the original and with quantised weights, and verify the tokens of timed decodes with a plain forward pass."""
+    """Time decoding with the original weights and with quantised weights.
+
+    The decoded tokens are verified with a forward pass over the whole sequence, without a cache.
+    """
     options = DecodeSpeedOptions.of(context)
     rows, frames = [], []
     schemes = (None, *options.chosen_schemes())
@@ -127,9 +130,10 @@ EXPERIMENT = Experiment(forecast, run, options=DecodeSpeedOptions, reads=("bandw
 
 
 def step_bytes(shape: LlamaShape, options: DecodeSpeedOptions, scheme: Scheme | None) -> int:
-    """Return the bytes that a decoding step must read: the weights of all layers, the norms and the head, and the whole cache.
+    """Return the bytes that a decoding step must read.
 
-    A step reads one row of the embedding, which is not counted.
+    These are the weights of all layers, norms and the head, and the whole cache. A step also reads one row of the embedding, but
+    this row is not counted.
     """
     size = FORMATS[options.dtype].bytes
     L, D = shape.num_hidden_layers, shape.hidden_size
@@ -141,11 +145,11 @@ def step_bytes(shape: LlamaShape, options: DecodeSpeedOptions, scheme: Scheme | 
 
 
 def bytes_of_step(decoder: StaticDecoder) -> int:
-    """Return the bytes of the tensors that a decoding step reads, counted in the model and the decoder."""
+    """Return the bytes that a decoding step reads, added up over the actual tensors of the model and the decoder."""
     total = bytes_of([decoder.lm.lm_head.weight, decoder.lm.model.norm.weight])
     for block in decoder.blocks:
         leaves = [module for module in block.modules() if module is not block and not list(module.children())]
-        # Count layer by layer, because layers may share the table of a format.
+        # Count the tensors of each layer separately, because layers may share the lookup table of a number format.
         total += sum(bytes_of(stored_tensors(leaf)) for leaf in leaves) + bytes_of([block.keys_KSH, block.values_KSH])
     return total
 
@@ -153,7 +157,7 @@ def bytes_of_step(decoder: StaticDecoder) -> int:
 def _measure(
     context: Context, options: DecodeSpeedOptions, name: str, scheme: Scheme | None, lm: Any, prompt: list[int]
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Time a model in all modes in turn, and verify the tokens of each mode."""
+    """Time a model in all modes in alternation, and verify the tokens of each mode."""
     variant, dtype = (scheme.name if scheme else ORIGINAL), _dtype(options, scheme)
     decoders = {mode: StaticDecoder(lm, options.positions, context.device, mode) for mode in _modes(scheme, context.device)}
 
@@ -182,7 +186,7 @@ def _measure(
 
 
 def _time_rows(context: Context, variant: str, timing: Timing, check: Verification, bytes_read: int, columns: dict) -> list[Row]:
-    """Return the rows with the time per token, and with its share of the copy bandwidth."""
+    """Return the rows with the time per token, and with the decoder's bandwidth as a share of the copy bandwidth."""
     ceiling, source = bandwidth_limit(context.device, bytes_read)
     least_s = None if ceiling is None else bytes_read / (ceiling * 1e9)
     rows = [timed_row(context, variant, "decode_time_s", timing.estimate, timing, check, (least_s, source), **columns)]
@@ -197,11 +201,11 @@ def _time_rows(context: Context, variant: str, timing: Timing, check: Verificati
 
 
 def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length: int) -> Verification:
-    """Compare the tokens and the last logits of the last timed decode with a plain forward pass over the same sequence.
+    """Compare the tokens and the last logits of the last timed decode with a forward pass without a cache.
 
-    In fp32, every token must be the most probable one. In a 16-bit format, the logit of a token may be below the largest logit by
-    as much as rounding can explain. In both cases, the last logits must also be equal up to rounding, because a model that
-    repeats a token would hide a wrong cache.
+    In fp32, every token must be the most probable one in the forward pass. In a 16-bit format, the logit of a token may be below
+    the largest logit by as much as rounding can explain. In both cases, the last logits must also be equal up to rounding. A
+    comparison of tokens alone would not detect a wrong cache if the model repeats one token.
     """
     end = prompt_length + options.new_tokens
     best, logits = tokens_of_plain_forward(decoder.lm, decoder.tokens_S[:end], prompt_length)
@@ -218,10 +222,10 @@ def _verified(decoder: StaticDecoder, options: DecodeSpeedOptions, prompt_length
 def _logit_rounding(decoder: StaticDecoder, logits: Tensor) -> float:
     """Return how much the difference of two logits can change if the same arithmetic is done in another order.
 
-    Each of the `_ROUNDINGS` roundings of a layer changes the stream by a uniformly distributed share of at most the unit roundoff
-    u, with a standard deviation of u / sqrt(3). The changes add up like a random walk, in both passes, for both logits. In 16-bit
-    formats, sums are accumulated in float32. In float32, each term of a sum adds one more rounding. The result is four standard
-    deviations plus the spacing at the largest logit.
+    A layer rounds the residual stream `_ROUNDINGS` times. The relative error of a rounding is uniformly distributed from -u to u,
+    where u is the unit roundoff. Its standard deviation is u / sqrt(3). The errors of both passes and of both logits add up like
+    a random walk. In 16-bit formats, sums are accumulated in float32. In float32, each term of a sum adds one more rounding. The
+    result is four standard deviations plus the spacing of the number format at the largest logit.
     """
     weight = decoder.lm.lm_head.weight
     half_unit = torch.finfo(weight.dtype).eps / 2
@@ -255,9 +259,11 @@ def _shapes(options: DecodeSpeedOptions) -> list[tuple[str, LlamaShape]]:
 
 
 def _modes(scheme: Scheme | None, device: Device) -> tuple[str, ...]:
-    """Return the modes of a variant. On a CPU, there are no graphs, and compilation takes longer than all decodes in `smoke`.
+    """Return the modes in which a variant is timed.
 
-    The kernels of bitsandbytes run without compilation. The layers of this library need a compiler to fuse their conversion.
+    On a CPU, only eager mode is timed: a CPU has no graphs, and in the profile `smoke` compilation takes longer than all decodes.
+    The kernels of bitsandbytes need no compilation. The quantised layers of this library do, because only a compiler fuses the
+    conversion of the weights with the product.
     """
     if device.kind == "cpu":
         return (EAGER,)
@@ -275,5 +281,5 @@ def _params(options: DecodeSpeedOptions, name: str, mode: str) -> dict:
 
 
 def _copy_row(context: Context) -> Row | None:
-    """Return the row of this run's fastest copy of the largest arrays."""
+    """Return the row of the fastest copy of the largest arrays, as measured in this run, or None if there is none."""
     return stream_ceiling(row for row in context.upstream if row.variant == _COPY)

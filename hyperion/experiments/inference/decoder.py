@@ -1,8 +1,9 @@
 """Greedy decoder for one sequence with a static cache. Each step launches the same kernels on the same memory.
 
-The decoder uses the layers of transformers' Llama, even after they were quantised. It adds the attention of one new token to the
-cache, and the cache itself: tensors of fixed length, to which a step writes at the position that another tensor contains. So a
-step can be captured as a graph and replayed, and all blocks share one compiled function.
+The decoder uses the layers of transformers' Llama. These layers may be quantised. The decoder replaces their attention and their
+cache. Its attention processes one new token, whose query reads the cache. Its cache consists of tensors of fixed length. A step
+writes to the position that another tensor contains. Therefore a step can be captured as a graph and replayed, and all blocks
+share one compiled function.
 
 Shape suffixes: D width, K key-value heads, G query heads per key-value head, S positions of the cache, H width of a head.
 """
@@ -18,7 +19,7 @@ from hyperion.hardware import Device
 
 EAGER, CAPTURED, COMPILED = "eager", "captured graph", "compiled, captured graph"
 MODES = (EAGER, CAPTURED, COMPILED)
-# Number of calls before a graph is captured. The first calls compile, choose and load kernels.
+# Number of calls before a graph is captured. During the first calls, kernels are compiled, selected and loaded.
 _WARM_UP = 3
 
 
@@ -60,8 +61,8 @@ class DecodeBlock(nn.Module):
         k_K1H = _rotated(self.k(h_1D).view(self.key_heads, 1, -1), cosine_1H, sine_1H)
         self.keys_KSH.index_copy_(1, position_1, k_K1H)
         self.values_KSH.index_copy_(1, position_1, self.v(h_1D).view(self.key_heads, 1, -1))
-        # Products and sums instead of matrix products: a compiler can fuse them, and with one query they also read the cache
-        # once.
+        # Use element-wise products and sums instead of matrix products. A compiler can fuse them, and because there is only one
+        # query, they also read the cache only once.
         scores_KGS = (q_KGH[:, :, None].float() * self.keys_KSH[:, None].float()).sum(-1) / math.sqrt(q_KGH.shape[-1])
         weights_KGS = scores_KGS.masked_fill(hidden_S, -math.inf).softmax(-1)
         mixed_KGH = (weights_KGS[..., None] * self.values_KSH[:, None].float()).sum(-2)
@@ -71,7 +72,7 @@ class DecodeBlock(nn.Module):
 
 
 def _rotated(x: Tensor, cosine_1H: Tensor, sine_1H: Tensor) -> Tensor:
-    """Return x with the rotary embedding in transformers' layout, which rotates the two halves of a head together."""
+    """Apply the rotary embedding to x. As in transformers, element i of a head is rotated together with element i + H / 2."""
     first, second = x.chunk(2, -1)
     return x * cosine_1H + torch.cat([-second, first], -1) * sine_1H
 
@@ -83,7 +84,7 @@ class StaticDecoder:
         lm: transformers' LlamaForCausalLM, on its device.
         positions: largest number of tokens in a sequence, including the prompt.
         device: device of the model.
-        mode: one of `MODES`. The two modes with a graph need a GPU.
+        mode: one of `MODES`. The two modes that capture a graph need a GPU.
 
     Attributes:
         blocks: the decoder blocks, which hold the cache.
@@ -98,8 +99,8 @@ class StaticDecoder:
             DecodeBlock(layer, config.num_attention_heads, config.num_key_value_heads, positions, embedding.weight)
             for layer in lm.model.layers
         ]
-        # All blocks share one compiled function, because they differ only in the tensors that they hold. With coordinate descent,
-        # Inductor turns a matrix-vector product into a reduction, into which it fuses the surrounding operations.
+        # All blocks share one compiled function, because they differ only in their tensors. With coordinate descent tuning,
+        # Inductor turns a matrix-vector product into a reduction and fuses the surrounding operations into it.
         forward: Any = DecodeBlock.forward
         if mode == COMPILED:
             forward = torch.compile(forward, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
@@ -118,7 +119,7 @@ class StaticDecoder:
         self._position.zero_()
         self.prompt_length = len(prompt)
         for _ in range(len(prompt) - 1):
-            # The step overwrites the token after the one that it reads. Restore the next token of the prompt.
+            # The step writes its prediction after the token that it reads. Restore the prompt's token at this position.
             kept = self.tokens_S[self._position + 1]
             self._replay()
             self.tokens_S.index_copy_(0, self._position, kept)
@@ -136,7 +137,7 @@ class StaticDecoder:
         self._position.fill_(length - 1)
 
     def _step(self) -> None:
-        """Read the token at the position, write the most probable next token after it, and advance the position."""
+        """Process the token at the current position, write the most probable next token after it, and advance the position."""
         model, position = self.lm.model, self._position
         x_1D = model.embed_tokens(self.tokens_S[position])
         cosine, sine = model.rotary_emb(x_1D[None], position[None])

@@ -1,4 +1,4 @@
-"""Self-marking exercises on runtimes and quantised weights. Each starts from a function with a classic mistake."""
+"""Self-marking exercises on runtimes and quantised weights. Each begins with a function that contains a common mistake."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,8 +21,9 @@ def judge_parity(my_check: Callable[[Tensor, Tensor], bool]) -> pd.DataFrame:
     """Test a check that compares the logits of an exported model with those of the original.
 
     Args:
-        my_check: function of the logits of the original and of the exported model, float32 of shape [N, K], that returns whether
-            they agree. It should accept differences of about 1e-6, which are rounding error. An exception counts as False.
+        my_check: function that takes the logits of the original and of the exported model, both float32 of shape [N, K]. It
+            returns True if they agree. It should accept differences of about 1e-6, which are rounding errors. An exception
+            counts as False.
 
     Returns:
         A table with one line for each exported model: the result of the check, and whether it is right.
@@ -54,8 +55,9 @@ def judge_percentile(my_p99: Callable[[Sequence[float], Sequence[bool]], float])
     """Test a function that computes the 99th percentile of request latencies if some requests failed.
 
     Args:
-        my_p99: function of the time in seconds and of the success of each request. A failed request never got its answer, so its
-            latency counts as infinite.
+        my_p99: function that takes two sequences with one entry per request: the time in seconds, and whether the request
+            succeeded. It returns the 99th percentile in seconds. A failed request never got an answer, so its latency counts as
+            infinite.
 
     Returns:
         A table with one line for each server: the result of the function, and whether it is right.
@@ -89,7 +91,7 @@ def judge_packing(my_unpack: Callable[[Tensor], Tensor]) -> pd.DataFrame:
     """Test a function that unpacks 4-bit integers. The first value of each pair is in the upper four bits of a byte.
 
     Args:
-        my_unpack: function of packed uint8 [N, K / 2] that returns integers [N, K] from -8 to 7.
+        my_unpack: function that takes packed values, uint8 of shape [N, K / 2]. It returns integers of shape [N, K] from -8 to 7.
 
     Returns:
         A table with one line per matrix, which says whether it was unpacked correctly, and what the function returned or raised.
@@ -113,11 +115,11 @@ def judge_int8(my_quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> pd.Dat
     """Test a function that quantises a weight to int8 with one scale for each output.
 
     Args:
-        my_quantise: function of a float32 weight [N, K] that returns (int8 values [N, K], float32 scales [N]), with
-            weight = values * scales[:, None] up to half a step.
+        my_quantise: function that takes a float32 weight [N, K]. It returns (int8 values [N, K], float32 scales [N]). The product
+            values * scales[:, None] must equal the weight up to half a step, which is half the scale of the output.
 
     Returns:
-        A table with one line for each weight: the largest error in half steps of its output, and whether it is at most 1.
+        A table with one line for each weight: the largest error in units of half a step, and whether it is at most 1.
     """
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(8, 8, generator=generator)
@@ -155,6 +157,6 @@ def quantise_without_scale(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_wrong_axis(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Planted bug: take one scale for each input, and use it as the scale of an output."""
+    """Planted bug: compute one scale for each input instead of each output, and use it as the scale of an output."""
     scales = weight_NK.abs().amax(0) / 127
     return (weight_NK / scales).round().clamp(-127, 127).to(torch.int8), scales

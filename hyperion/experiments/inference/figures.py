@@ -1,4 +1,4 @@
-"""Figures for the chapter on inference. Those on quantised weights and on operators are in separate modules."""
+"""Figures for the chapter on inference. The figures on quantised weights and on operators are in separate modules."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,7 +22,8 @@ def runtime_latency(material: Material) -> Figure | None:
 def runtime_throughput(material: Material) -> Figure | None:
     """Draw the throughput of the best batch size of each runtime, in one panel per model."""
     rows = [row for row in material.of("runtimes") if row.metric == "samples_per_s"]
-    # A batch of the search that does not fit or takes too long is no result. The row of an absent runtime has no role.
+    # Omit batches that the search tried and rejected because they do not fit or take too long. The row of a runtime that cannot
+    # be used has no role. Keep it, because it contains the reason.
     best = [row for row in rows if row.params.get("role") in (None, "best batch")]
     return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0)
 
@@ -44,7 +45,7 @@ def _panels(material: Material, rows: list[Row], title: str, label: str, factor:
         _bars(axes, [row for row in known if row.params["model"] == model], factor)
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
         axes.set_title(model)
-    # Only rates have a limit, so the other rows need no note about a missing one.
+    # Only throughput rows have a limit, so do not add notes about the missing limit of other rows.
     noted = [row for row in rows if row.value is None or row.limit_source]
     add_notes(figure, dict.fromkeys(absences(noted, lambda row: row.variant)))
     return figure

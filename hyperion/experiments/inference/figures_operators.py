@@ -42,7 +42,7 @@ def operator_counts(material: Material) -> Figure | None:
 
 
 def operator_errors(material: Material) -> Figure | None:
-    """Draw, for each number format, the share of the operators whose error is at most x times its tolerance."""
+    """Draw the cumulative distribution of the operators' errors, divided by their tolerances, for each number format."""
     rows = [row for row in material.of("operator_suite", metric=_METRIC) if row.params.get("mode") == "eager"]
     if not measured(rows):
         return None
@@ -61,7 +61,7 @@ def operator_errors(material: Material) -> Figure | None:
 
 
 def architectures(material: Material) -> Figure | None:
-    """Draw the errors of each architecture: of the logits, the gradients, and the logits of generated tokens."""
+    """Draw three errors of each architecture: those of the logits, of the gradients, and of the logits during generation."""
     rows = material.of("architectures", metric=_METRIC)
     if not measured(rows):
         return None
@@ -123,7 +123,7 @@ def count_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def steps_of(rows: Iterable[Row]) -> list[dict]:
-    """Return one entry for each step of each architecture: its error over the tolerance, or why there is none.
+    """Return one entry for each step of each architecture: the error divided by its tolerance, or the reason for its absence.
 
     Args:
         rows: rows of `architectures`.
@@ -145,7 +145,10 @@ def steps_of(rows: Iterable[Row]) -> list[dict]:
 
 
 def family_table(rows: Sequence[Row]) -> pd.DataFrame:
-    """Return one line for each family: its architectures, how many of them pass every step, and the range of their sizes."""
+    """Return a table with one line for each family of architectures.
+
+    A line contains the architectures, how many of them pass every step, and the range of their sizes.
+    """
     steps, sizes = steps_of(rows), [row for row in rows if row.params.get("what") == "parameters"]
     failed = {row.variant for row in rows if row.is_unexpected or row.value_reason.startswith("failed")}
     lines = []

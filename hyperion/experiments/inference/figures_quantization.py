@@ -13,7 +13,10 @@ TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one seq
 
 
 def quantization(material: Material) -> Figure | None:
-    """Draw the perplexity of each scheme relative to the original against the bytes of its weights, and the speed-ups."""
+    """Draw two quantities of each quantisation scheme: perplexity and speed-up, both relative to the original model.
+
+    Perplexity is plotted against the bytes of the weights.
+    """
     rows = material.of("quantization")
     ratios = measured(row for row in rows if row.metric == "perplexity_ratio")
     if not ratios:
@@ -86,7 +89,7 @@ def qlora(material: Material) -> Figure | None:
     for position, name in enumerate(dict.fromkeys(samples["variant"])):
         series = samples[samples["variant"] == name]
         style: dict[str, Any] = look(name, position) | {"marker": ""}
-        # The curves of twins overlap, so the quantised one is dashed.
+        # The curves of a quantised variant and its twin (the same training without quantisation) overlap, so one is dashed.
         style["linestyle"] = "--" if position % 2 else "-"
         curves.plot(series["step"], series["loss"], label=name, **style)
     curves.set(xlabel="step", ylabel="training loss, nats per completion token")

@@ -1,4 +1,4 @@
-"""Layers of PyTorch, and a custom layer with a custom gradient, that must work unmodified on every device."""
+"""Layers that must work unmodified on every device: layers of PyTorch, and a custom layer with a custom gradient."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from hyperion.experiments.inference.rounding import Case
 
 
 class SquaredReLU(torch.autograd.Function):
-    """f(x) = max(x, 0)², with a hand-written gradient: 2·max(x, 0)."""
+    """The function max(x, 0)² with a hand-written gradient, 2·max(x, 0)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +42,14 @@ class ScaledMLP(nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and its input: integers below `tokens`, or random numbers if it is 0, passed as each of `copies` arguments."""
+    """A layer to check, and a description of its input.
+
+    Args:
+        make: function that returns a new layer.
+        shape: shape of the input.
+        tokens: if not 0, the input consists of random integers below this number. Otherwise it consists of normal random numbers.
+        copies: number of arguments of the layer. Each argument is the same input.
+    """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -69,13 +76,16 @@ LAYERS = {
 
 
 def layer_case(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> Case:
-    """Return a layer call. Input, parameters and buffers are arguments, so that the reference can replace them."""
+    """Return the call of a layer as a `Case`.
+
+    The input, parameters and buffers are arguments of the call, so that the float64 reference can replace them.
+    """
     layer, module = LAYERS[name], _module(name, device, dtype, seed)
     if layer.tokens:
         given = torch.randint(layer.tokens, layer.shape).to(device)
     else:
         given = torch.randn(layer.shape).to(device, dtype).requires_grad_()
-    # `functional_call` writes to buffers, such as running means. With copies, each call starts from the same buffers.
+    # `functional_call` writes to buffers, for example to running means. Copy them, so that each call starts from the same values.
     state = dict(module.named_parameters()) | {key: one.clone() for key, one in module.named_buffers()}
 
     def call(x: Tensor, state: dict[str, Tensor]) -> object:

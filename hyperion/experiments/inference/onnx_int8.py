@@ -1,13 +1,16 @@
 """Quantise a model to int8 with ONNX Runtime's tools, and run it with the CPU provider.
 
-Weights are unsigned 8-bit integers around 128, with one scale for each output or output channel. Unsigned weights are exact on
-every CPU: without VNNI instructions, products of unsigned inputs and signed weights saturate at 16 bits.
+Weights are unsigned 8-bit integers around 128, with one scale for each output or output channel. Unsigned weights give exact
+integer products on every CPU. With signed weights, sums of products saturate at 16 bits on CPUs without VNNI instructions.
 
-- dynamic: the inputs of a product are quantised at run time, with the range of the current values.
-- static: the ranges of inputs and outputs are determined in advance from calibration data, as their smallest and largest values.
-- static, divergence: the ranges are cut where the Kullback-Leibler divergence between the calibration data and their quantised
-  values is smallest. Few large values then no longer take the resolution from all others. If most values are 0, as after a
-  ReLU, the cut may remove too many of the others, and the error of a layer grows.
+There are three kinds of quantisation:
+
+- dynamic: the inputs of a product are quantised at run time. Their range is that of the current values.
+- static: the ranges of inputs and outputs are determined in advance: from the smallest to the largest value in calibration data.
+- static, divergence: the ranges are smaller, and values outside them are clipped. They are chosen so that the Kullback-Leibler
+  divergence between the calibration data and their quantised values is smallest. A few large values then no longer reduce the
+  resolution of all others. If most values are 0, as after a ReLU, too many of the other values may be clipped. This increases
+  the error of a layer.
 """
 
 import contextlib
@@ -44,22 +47,23 @@ INTEGER_PRODUCTS = (
 )
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 _STEPS = 255  # steps between the smallest and the largest of 256 values
-# The search for the smallest divergence considers every symmetric range from 128 to 1024 bins of a histogram. By default, the
-# histogram has only 128 bins, and the calibrator can then choose no other range than the whole one.
+# The histogram has 1024 bins. The search for the smallest divergence considers every symmetric range of 128 bins or more. With
+# the default histogram of 128 bins, the whole range would be the only choice.
 _HISTOGRAM = {"num_bins": 1024, "num_quantized_bins": 128, "symmetric": True}
 
 
 def why_no_onnx() -> str:
-    """Return why ONNX Runtime or PyTorch's ONNX exporter cannot be used here, or "" if they can."""
+    """Return the reason why ONNX Runtime or PyTorch's ONNX exporter cannot be used here, or an empty string if both can."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     names = " and ".join(missing)
     return f"unavailable: {names} not installed; next step: pip install {' '.join(missing)}" if missing else ""
 
 
 def export(model: nn.Module, example: Tensor, path: Path) -> Path:
-    """Export a model with one input and one output to ONNX, with the shape of the example, and prepare it for quantisation.
+    """Export a model with one input and one output to ONNX, and prepare the ONNX model for quantisation.
 
-    The preparation folds batch norms into convolutions, so that a convolution and its norm are quantised as one operation.
+    The exported model accepts inputs with the shape of the example only. The preparation folds batch norms into convolutions, so
+    that a convolution and its norm are quantised as one operation.
 
     Returns:
         Path of the prepared ONNX file, which is `path`.
@@ -76,27 +80,28 @@ def export(model: nn.Module, example: Tensor, path: Path) -> Path:
         quant_pre_process(str(plain), str(path), skip_symbolic_shape=True)
     plain.unlink()
     prepared = onnx.load(str(path))
-    # The quantiser transposes the weights of a Gemm, infers shapes again, and rejects the shapes that were stored before.
+    # Remove the stored shapes. The quantiser transposes the weights of a Gemm and infers all shapes again, and it raises an error
+    # if a stored shape differs.
     del prepared.graph.value_info[:]
     onnx.save(prepared, str(path))
     return path
 
 
 def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor] = (), skip_width: int = 0) -> Path:
-    """Quantise the products with constant weights in an exported model.
+    """Quantise all products of an activation and a constant weight in an exported model.
 
     Args:
         kind: one of `KINDS`.
         source: path of the exported model.
         target: path of the quantised model.
-        calibration: inputs from which the ranges are measured, for `STATIC` and `DIVERGENCE`.
-        skip_width: products with this number of outputs stay in float32, such as the head of a language model.
+        calibration: inputs of the model from which the ranges are determined. `STATIC` and `DIVERGENCE` require them.
+        skip_width: number of outputs of the products that stay in float32, for example of the head of a language model.
 
     Returns:
         The path `target`.
 
     Raises:
-        HyperionError: `STATIC` or `DIVERGENCE` without calibration data.
+        HyperionError: `kind` is `STATIC` or `DIVERGENCE`, and there is no calibration data.
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
@@ -113,7 +118,7 @@ def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor
         return target
     if not calibration:
         raise HyperionError(
-            "static quantisation without calibration data", where="quantise", next_step="give inputs of the training split"
+            "static quantisation without calibration data", where="quantise", next_step="pass inputs of the training split"
         )
 
     with _quiet():
@@ -150,11 +155,11 @@ def _reader(inputs: Sequence[Tensor]) -> Any:
 
 
 def _ranges_of_least_divergence(source: Path, augmented: Path, calibration: Sequence[Tensor]) -> dict[str, tuple[Any, Any]]:
-    """Return the range of each input and output of a product, by its name, as scalars of NumPy.
+    """Return a dict that maps the name of each input and output of a product to its range, a pair of NumPy scalars.
 
     Args:
         source: path of the exported model.
-        augmented: path of a temporary file for the model with all these values as outputs.
+        augmented: path of a temporary file for a copy of the model that returns all these inputs and outputs.
         calibration: inputs of the model.
     """
     from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator
@@ -162,7 +167,8 @@ def _ranges_of_least_divergence(source: Path, augmented: Path, calibration: Sequ
     calibrator = create_calibrator(
         str(source), list(_PRODUCTS), str(augmented), CalibrationMethod.Entropy, providers=[PROVIDER], extra_options=_HISTOGRAM
     )
-    # All at once: if a later call had larger values, the calibrator would add bins, and the search would take much longer.
+    # Collect all inputs in one call. If a later call had larger values, the calibrator would add bins to its histograms, and the
+    # search would take much longer.
     calibrator.collect_data(_reader(calibration))
     found = calibrator.compute_data()
     augmented.unlink()
@@ -226,7 +232,7 @@ class Ranges:
     output_high: float
 
     def input_error(self, x: Tensor) -> Tensor:
-        """Return a bound on the error of each input: one step, plus the distance to the range for values outside it."""
+        """Return a bound on the error of each input: one step. For values outside the range, add the distance to the range."""
         return self.input_step + _outside(x.double(), self.input_low, self.input_high)
 
     def output_error(self, y: Tensor) -> Tensor:
@@ -256,19 +262,22 @@ def static_ranges(path: Path) -> Ranges:
 
 
 def _by_output(kind: str, dimensions: int) -> bool:
-    """Return True if each output has its own scale. The integer convolution of the dynamic kind has a single scale."""
+    """Return True if each output has its own scale. The convolution of the dynamic kind has a single scale for all outputs."""
     return kind != DYNAMIC or dimensions == 2
 
 
 def weight_error(kind: str, weight: Tensor) -> Tensor:
-    """Return a bound on the error of each weight: one step, because the centre of the range is rounded, too."""
+    """Return a bound on the error of each weight.
+
+    The bound is one quantisation step instead of half a step, because the centre of the range (the zero point) is rounded, too.
+    """
     rows = weight.double().flatten(1) if _by_output(kind, weight.dim()) else weight.double().view(1, -1)
     step = 2 * rows.abs().amax(1) / _STEPS
     return step.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)
 
 
 def weight_bytes(kind: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the bytes of 8-bit weights of these shapes. Each scale is a float32 number and comes with an 8-bit zero point."""
+    """Return the bytes of 8-bit weights of these shapes, including a float32 scale and an 8-bit zero point for each scale."""
     return sum(math.prod(shape) + 5 * (shape[0] if _by_output(kind, len(shape)) else 1) for shape in shapes)
 
 
@@ -281,7 +290,7 @@ def stored_weight_bytes(path: Path) -> int:
     sizes = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     total = 0
     for name, array in sizes.items():
-        if array.ndim >= 2 and array.dtype.name in ("int8", "uint8"):  # not a boolean mask of the graph
+        if array.ndim >= 2 and array.dtype.name in ("int8", "uint8"):  # excludes the boolean masks of the graph
             stem = name.removesuffix("_quantized")
             total += array.nbytes + sum(sizes[f"{stem}{end}"].nbytes for end in ("_scale", "_zero_point"))
     return total
@@ -292,7 +301,7 @@ def _outside(values: Tensor, low: float, high: float) -> Tensor:
 
 
 def _float_products(path: Path, width: int) -> list[str]:
-    """Return the names of the products that stay in float32: those of two activations, and those with `width` outputs."""
+    """Return the names of the products that stay in float32: products of two activations, and products with `width` outputs."""
     import onnx
 
     graph = onnx.load(str(path)).graph

@@ -1,6 +1,7 @@
-"""Checks of operators with the sample inputs that PyTorch's own tests use for them (its OpInfo database).
+"""Check operators with the sample inputs of PyTorch's own tests, which are in its OpInfo database.
 
-The database imports PyTorch's test package, which freezes backend settings. So it is used in a separate process.
+The database imports PyTorch's test package. This import freezes the backend settings of the process, so the checks run in a
+separate process.
 """
 
 import functools
@@ -21,8 +22,8 @@ from hyperion.measure import FORMATS
 from hyperion.measure.clock.verify import matmul_precision
 from hyperion.processes import report_progress, world
 
-# Operators that the models of the book and of `architectures` use in training or inference, by kind. Operators with random
-# results are excluded, because float64 gives other random numbers. Names are those of the OpInfo database.
+# Operators by kind. The models of the book and of `architectures` use them in training or inference. Operators with random
+# results are excluded, because the float64 reference would draw other random numbers. The names are those of the OpInfo database.
 OPERATORS = {
     "element-wise": (
         *("add", "sub", "mul", "div", "neg", "abs", "exp", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
@@ -74,7 +75,8 @@ OPERATORS = {
     "resampling": ("nn.functional.interpolate", "nn.functional.grid_sample"),
     "spectra": ("fft.rfft", "fft.irfft"),
 }
-# Gaps of PyTorch itself: formats and cause by (operator, pass). Their errors are reported, but do not count as failures.
+# Known inaccuracies of PyTorch itself: {(operator, pass): (number formats, cause)}. Their errors are reported, but do not count
+# as failures.
 KNOWN_GAPS = {
     ("logcumsumexp", "backward"): (
         ("fp32", "bf16", "fp16"),
@@ -90,24 +92,25 @@ KNOWN_GAPS = {
         "the position in pixels is rounded to the format, so it can be in another pixel, where the gradient is another one",
     ),
 }
-# Excluded entries: they are step functions, and if the exact quotient is just below an integer, rounding gives the integer.
+# Excluded entries of the database. They are step functions of a quotient. If the exact quotient is just below an integer, it is
+# rounded to this integer, and the result differs by 1.
 _STEPS = ("div (trunc_rounding)", "div (floor_rounding)")
-# Arguments that switch dropout off, by operator. Otherwise the reference on the CPU would use other random numbers than a GPU.
+# Arguments that disable dropout, by operator. With dropout, the reference on the CPU would use other random numbers than a GPU.
 _NO_DROPOUT = {
     "nn.functional.scaled_dot_product_attention": {"dropout_p": 0.0},
     "nn.functional.multi_head_attention_forward": {"training": False},
 }
-# Operators that return values and their indices, with the position of `dim` in the arguments after the input.
+# Operators that return values and their indices. The number is the position of `dim` among the arguments after the input.
 _INDEX_DIM = {"sort": 0, "topk": 1}
-# Kinds whose GPU kernels add to elements in memory, in the dtype of the tensor.
+# Kinds of operators whose GPU kernels accumulate sums in memory, and thus in the dtype of the tensor.
 _IN_STORAGE = ("indexing and shapes", "resampling")
 KIND_OF = {name: kind for kind, names in OPERATORS.items() for name in names}
-# For each operator, at most this many times the tested number of sample inputs are generated.
+# The number of sample inputs generated for an operator is at most this many times the number of tested sample inputs.
 _GENERATED = 8
 
 
 def why_no_database() -> str:
-    """Return why PyTorch's operator database cannot be used here, or "" if it can."""
+    """Return the reason why PyTorch's operator database cannot be used here, or an empty string if it can."""
     if importlib.util.find_spec("expecttest") is None:
         return (
             "unavailable: PyTorch's operator database imports the package expecttest, which is not installed; "
@@ -119,7 +122,7 @@ def why_no_database() -> str:
 def check_operators(
     names: list[str], formats: list[str], samples: int, probes: int, compiled: list[str], seed: int, file: str, threads: int
 ) -> dict:
-    """Check operators and layers, and append the outcomes to a file after each operator. A Job runs this function.
+    """Check operators and layers, and append the outcomes of each one to a file. A `Job` runs this function in its own process.
 
     Args:
         names: operators and layers to check, in this order.
@@ -133,7 +136,7 @@ def check_operators(
         threads: largest number of threads for the float64 references on the CPU.
 
     Returns:
-        {"unavailable": why there is no database, or "" if there is one}.
+        {"unavailable": the reason why there is no database, or an empty string if there is one}.
     """
     torch.set_num_threads(min(threads, torch.get_num_threads()))
     checker = _Checker(formats, samples, probes, seed)
@@ -150,8 +153,8 @@ class _Checker:
         self.device = torch.device(world().device.torch_device)
         self.formats, self.samples, self.probes, self.seed = formats, samples, probes, seed
         self.unavailable, self._entries = why_no_database(), {}
-        # The import below freezes these settings, so set them first. They are never reset: the process does nothing else. The
-        # context manager is kept, because the garbage collector would end a context that nobody refers to, and reset them.
+        # The import below freezes these settings, so set them first. They need no reset, because the process does nothing else.
+        # Keep a reference to the context manager. Otherwise the garbage collector would close it, which resets the settings.
         self._precision = matmul_precision(FORMATS["fp32"])
         self._precision.__enter__()
         # By default, PyTorch uses TF32 units for recurrent layers.
@@ -225,9 +228,13 @@ class _Checker:
         return outcomes
 
     def _forward_alone(self, case: Case, dtype: str, compute: Callable) -> dict[str, float]:
-        """Return the ratio of the forward pass alone after a call raised an error, or {} if the forward pass raises it too."""
+        """Run only the forward pass, after a call with a backward pass raised an error.
+
+        Return the ratio of the error to the tolerance, or {} if the forward pass raises an error, too.
+        """
         if self.device.type != "cpu":
-            # An error inside a kernel makes the whole process unusable. This call raises it again, which ends the process.
+            # An error inside a kernel makes the whole process unusable. In this case, `synchronize` raises the error again, and
+            # the process ends.
             torch.cuda.synchronize()
         try:
             args, kwargs = tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, (case.args, case.kwargs))
@@ -240,8 +247,9 @@ class _Checker:
 def _with_values_at_indices(operator: Callable, dim_place: int, given: Tensor, *args, **kwargs) -> tuple[Tensor, ...]:
     """Call an operator that returns values and indices. Return the elements of its input at the indices instead of the indices.
 
-    Of equal elements, each may come first, so the indices themselves cannot be compared. If there is one for each element of the
-    input, each must occur once. A stable sort must return the same indices.
+    The indices themselves cannot be compared, because equal elements may be returned in any order. If there are as many indices
+    as input elements, the sorted indices are also returned, to check that each index occurs once. A stable sort must return the
+    same indices as the reference, so its indices are returned unchanged.
     """
     values, indices = operator(given, *args, **kwargs)
     if kwargs.get("stable"):

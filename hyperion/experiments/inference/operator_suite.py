@@ -1,9 +1,9 @@
-"""Which PyTorch operators compute correct results on this device, forward and backward, in each number format?
+"""Check which PyTorch operators compute correct results on this device, forward and backward, in each number format.
 
 Each operator is called with the sample inputs of PyTorch's own tests, and its outputs and gradients are compared with float64 on
-the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. Operators that are wrong or unsupported
-form the gap report. The operators run in separate processes. If an operator ends its process, it is reported, and the remaining
-operators run in a new process.
+the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. The gap report lists all operators that are
+wrong or unsupported. The operators run in separate processes. If an operator crashes its process, the operator is reported, and
+the remaining operators run in a new process.
 """
 
 import json
@@ -37,8 +37,8 @@ class OperatorSuiteOptions(Options):
     Args:
         formats: number formats.
         samples: number of sample inputs for each operator and format, or 0 for all of them.
-        probes: number of float64 references with randomly changed inputs, for each of the two sizes of change: the unit roundoff
-            of the tested format and that of float64. See `rounding`.
+        probes: number of float64 references with randomly changed inputs. This number is computed twice: for changes as large
+            as the unit roundoff of the tested format, and for changes as large as that of float64. See `rounding`.
         compiled: operators that are also checked with torch.compile.
     """
 
@@ -60,7 +60,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Check all operators and layers. Return counts, errors over tolerances, gaps, and comparisons of saved and loaded layers."""
+    """Check all operators and layers.
+
+    The rows contain counts, ratios of errors to tolerances, gaps, and comparisons of layers before saving and after loading.
+    """
     options = OperatorSuiteOptions.of(context)
     outcomes, unavailable = collect_outcomes(context, options, [*KIND_OF, *LAYERS], report)
     rows: list[Row] = []
@@ -90,15 +93,15 @@ def collect_outcomes(
 ) -> tuple[dict[str, list[dict]], str]:
     """Run `check_operators` in worker processes until each operator has an outcome.
 
-    Several processes run at the same time, because errors do not depend on other processes. Each checks its own part of the list.
-    If a process ends early, the operator that it was checking gets the outcome "failed" with the reason, and a new process
-    continues with the next operator.
+    Several processes run at the same time, because numerical errors do not depend on other processes. Each process checks its own
+    part of the list. If a process crashes, the operator that it was checking gets the outcome "failed" with the reason. A new
+    process then continues with the next operator.
 
     Args:
         workers: number of processes that run at the same time. None starts one for every two CPU cores, but at most eight.
 
     Returns:
-        ({name: outcomes}, why PyTorch's database cannot be used or "").
+        ({name: outcomes}, reason why PyTorch's database cannot be used, or an empty string).
     """
     context.workspace.mkdir(parents=True, exist_ok=True)
     cores = len(usable_cpus())
@@ -159,7 +162,7 @@ def _read(file: Path) -> dict[str, list[dict]]:
 
 
 def _counts(context: Context, outcomes: dict[str, list[dict]], unavailable: str, dtype: str, which: str) -> list[Row]:
-    """Return the number of operators with each status. Every operator in the list must have a status.
+    """Return rows with the number of operators that have each status. Check that every operator in the list has a status.
 
     If PyTorch's database is unavailable, return one row with the reason.
     """
@@ -176,7 +179,11 @@ def _counts(context: Context, outcomes: dict[str, list[dict]], unavailable: str,
 
 
 def _rows_of(context: Context, name: str, outcomes: list[dict]) -> list[Row]:
-    """Return the largest error over its tolerance for each entry of an operator, and a row with the reason for each gap."""
+    """Return the rows of one operator.
+
+    There is a row for each entry of the operator, with the largest ratio of an error to its tolerance. There is also a row for
+    each gap, with the reason.
+    """
     kind = KIND_OF.get(name, "layers")
     groups: dict[tuple, list[dict]] = {}
     rows: list[Row] = []

@@ -1,8 +1,8 @@
 """Percentiles of latencies, with distribution-free confidence intervals.
 
-The ends of the interval are two of the sorted samples. The number of samples below the true percentile has a binomial
-distribution, whatever the distribution of the latencies. A bootstrap cannot give such an interval for the 99th percentile of few
-samples: it never draws a value above the largest sample.
+The two ends of the interval are elements of the sorted samples. The number of samples below the true percentile has a binomial
+distribution. This is true for every distribution of the latencies. A bootstrap cannot give such an interval for the 99th
+percentile of few samples, because it never draws a value above the largest sample.
 
 Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
 """
@@ -52,7 +52,8 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
             next_step=f"take {needed} samples",
         )
     tail = (1 - CONFIDENCE) / 2
-    # Order statistics k and l with P(k samples or more below) and P(fewer than l below) of at least 97.5 % each.
+    # The k-th and the l-th smallest samples are the ends of the interval. At least k samples are below the true percentile with a
+    # probability of at least 97.5 %, and fewer than l samples are below it with a probability of at least 97.5 %.
     low = int(stats.binom.ppf(tail, n, share)) - 1
     high = int(stats.binom.ppf(1 - tail, n, share))
     value = float(np.quantile(ordered, share, method="higher"))  # no interpolation, because a failed request is infinite

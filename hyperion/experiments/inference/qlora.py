@@ -1,10 +1,10 @@
-"""Can a model be trained with 4-bit weights, or with 8-bit optimizer states?
+"""Train a model with 4-bit weights, and with 8-bit optimizer states, and compare each with a twin without quantisation.
 
 - QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin trains the same adapters on the original
   weights.
 - AdamW with 8-bit moments trains all parameters. Its twin is AdamW with float32 moments.
 
-Both members of a pair start from the same trained model and get the same batches of instruction rows.
+A variant and its twin start from the same trained model and use the same batches of instruction rows.
 """
 
 import hashlib
@@ -55,7 +55,8 @@ LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"
 TWINS = {QLORA: LORA, ADAMW_8BIT: ADAMW}
 METRICS = metrics.METRICS
 BASE = Nf4(double=True)
-_SMALLEST_8BIT, _BLOCK, _TABLE_BYTES = 4096, 256, 256 * 4  # in bitsandbytes: smaller tensors have float32 moments
+# Constants of bitsandbytes. Tensors with fewer elements than _SMALLEST_8BIT have float32 moments.
+_SMALLEST_8BIT, _BLOCK, _TABLE_BYTES = 4096, 256, 256 * 4
 _CLUSTER = 5  # number of consecutive steps whose losses are treated as one sample, because they are correlated
 
 
@@ -68,8 +69,8 @@ class QloraOptions(Options):
         batch_size: number of rows in an optimizer step.
         held_out_rows: number of held-out rows on which losses are compared. None uses all.
         steps: number of optimizer steps of each variant, at least ten.
-        adapter_rate: peak learning rate for the adapters, reached after a warm-up over a tenth of the steps.
-        full_rate: peak learning rate if all parameters are trained, reached after the same warm-up.
+        adapter_rate: peak learning rate of the training runs with adapters. The warm-up takes a tenth of the steps.
+        full_rate: peak learning rate of the training runs that train all parameters. The warm-up takes a tenth of the steps.
     """
 
     trained_model: str
@@ -96,7 +97,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train all four variants for the same number of steps. Without bitsandbytes, two of them get a row with the reason."""
+    """Train all four variants for the same number of steps.
+
+    Two of them need bitsandbytes. If it cannot be used, the rows of these variants contain the reason.
+    """
     options = QloraOptions.of(context)
     trained = trained_language_model(context, options.trained_model)
     data = fine_tuning_data(
@@ -137,17 +141,17 @@ def state_bytes(variant: str, sizes: Sequence[int]) -> int:
         return sum(8 * size + 4 for size in sizes)
     large = [size for size in sizes if size >= _SMALLEST_8BIT]
     moments = sum(2 * size + 2 * 4 * math.ceil(size / _BLOCK) for size in large)
-    # The tables of both moments exist only once. Small parameters have float32 moments.
+    # Each moment has one lookup table, which all parameters share. Small parameters have float32 moments.
     return moments + sum(8 * size for size in sizes if size < _SMALLEST_8BIT) + (2 * _TABLE_BYTES if large else 0)
 
 
 @dataclass(frozen=True)
 class _Base:
-    """The frozen base model of adapters.
+    """Frozen base model to which adapters are added.
 
     Args:
         model: the transformers model.
-        layers: its quantised layers, or none if it has its original weights.
+        layers: the quantised layers of the model. Empty if the model has its original weights.
     """
 
     model: nn.Module
@@ -174,11 +178,11 @@ def _train(
         names = list(replace_linears(model, BASE, device))
         layers = tuple(model.get_submodule(name) for name in names)
         for layer in layers:
-            # On CPUs with AVX512-BF16, evaluation reorders the weights for a kernel that has no backward pass. Later training
-            # steps would use this kernel, and the layers below would get no gradient.
+            # On CPUs with AVX512-BF16, bitsandbytes reorders the weights during evaluation for a kernel that has no backward
+            # pass. Later training steps would also use this kernel, and earlier layers would get no gradient.
             own: Any = layer
             own.support_avx512bf16_for_cpu = False
-        # peft then chooses its adapter for bitsandbytes layers.
+        # With this attribute, peft uses its adapter class for the layers of bitsandbytes.
         marked: Any = model
         marked.is_loaded_in_4bit = True
     base = _Base(model, layers)
@@ -220,7 +224,7 @@ def _byte_rows(
 ) -> list[Row]:
     """Return the rows with the bytes of the optimizer state and, for adapters on a quantised base, of the base weights."""
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    # A step count is a tensor in torch, but a number in bitsandbytes.
+    # The step count is a tensor in PyTorch's AdamW, but a Python number in that of bitsandbytes.
     measured = bytes_of(state_of(model, optimizer)["optimizer state"])
     computed = state_bytes(ADAMW_8BIT if variant == ADAMW_8BIT else ADAMW, sizes)
     check = checked("bytes computed from shapes and format", abs(measured - computed), 0)
@@ -235,7 +239,7 @@ def _byte_rows(
 
 
 def _loss_row(context: Context, variant: str, dtype: str, step: int, scored: dict[str, float], shared: dict) -> Row:
-    """Return the row with the mean loss of a held-out completion token."""
+    """Return the row with the mean loss per held-out completion token."""
     half = 1.96 * scored["standard_error_nats"]
     return context.row(
         variant,

@@ -1,6 +1,7 @@
 """Differences between two models on the same data, with confidence intervals.
 
-Two models are compared in pairs, on the same tokens or images. The difference has a far smaller interval than each value.
+Two models are compared on the same tokens or images, and the difference is computed for each of them. The confidence interval of
+the mean difference is much smaller than the intervals of the two means.
 """
 
 import math
@@ -9,7 +10,7 @@ import numpy as np
 
 from hyperion.results import Estimate
 
-_NORMAL = 1.959964  # half of a 95 % interval of a normal distribution, in standard deviations
+_NORMAL = 1.959964  # half the width of a normal distribution's 95 % interval, in standard deviations
 
 
 def clustered_mean(values: np.ndarray, clusters: np.ndarray) -> Estimate:
@@ -42,10 +43,11 @@ def perplexity_ratio(losses: np.ndarray, original: np.ndarray, windows: np.ndarr
 
 
 def accuracy_difference(hits: np.ndarray, original: np.ndarray) -> Estimate:
-    """Return the difference in accuracy of the quantised and the original model on the same images, with confidence interval.
+    """Return the accuracy of the quantised model minus that of the original model on the same images, with a 95 % interval.
 
-    The 95 % confidence interval is that of Agresti and Min (2005, Statistics in Medicine 24, 729-740): half an image is added to
-    each of the four combinations of right and wrong. So it does not shrink to a point if both models classify every image alike.
+    The interval follows Agresti and Min (2005, Statistics in Medicine 24, 729-740). Each image is in one of four classes, because
+    each of the two models is right or wrong. Half an image is added to each class. As a result, the interval does not shrink to a
+    point if both models classify every image alike.
 
     Args:
         hits, original: whether each image is classified correctly, bool [n], by the quantised and by the original model.

@@ -1,12 +1,12 @@
-"""How do 8-bit and 4-bit weights change the size, the quality and the speed of a model?
+"""Measure how 8-bit and 4-bit weights change the size, the quality and the speed of a model.
 
 A trained language model and a trained classifier are quantised with each scheme that can run here. For each scheme, the rows
 contain:
 
 - the error of each quantised layer against float64, with a bound computed from the spacing of the format's values;
 - perplexity or accuracy relative to the original model on the same tokens or images;
-- bytes of the stored weights, which must equal the bytes computed from the format, and size of the file;
-- the time of a batch, measured in turn with the original model in the same runtime;
+- the bytes of the stored weights, which must equal the bytes computed from the format, and the size of the file;
+- the time of a batch, in alternation with the original model in the same runtime;
 - the modules, operators and kernels that ran.
 """
 
@@ -50,8 +50,8 @@ ORIGINAL = "original"
 EAGER, ORT = "PyTorch", "ONNX Runtime"
 METRICS = metrics.METRICS
 _WITHIN = "largest error over its bound"
-# Calibration by divergence collects a histogram of each activation. For a language model with thousands of tokens in a window,
-# this would take most of the chapter's time.
+# Calibration by divergence collects a histogram of each activation. A language model has thousands of tokens in a window, so its
+# calibration would take most of the chapter's time.
 _KINDS_FOR_LANGUAGE = (onnx_int8.DYNAMIC, onnx_int8.STATIC)
 _NO_TIME_LIMIT = "no limit: the work of a batch depends on the format"
 
@@ -64,8 +64,8 @@ class QuantizationOptions(Options):
         dtype: number format of the original language model in PyTorch, and of the inputs to its quantised layers.
         batch_size: number of windows or images in a timed batch.
         time_limit_s: seconds of timing for each variant.
-        host_batch_size: the batch size for ONNX Runtime on a machine with a GPU, where its CPU provider runs on the host.
-        host_windows, host_images: largest number of windows and of images that ONNX Runtime scores there.
+        host_batch_size: batch size for ONNX Runtime on a machine with a GPU. ONNX Runtime uses the CPU of this machine.
+        host_windows, host_images: largest number of windows and of images that ONNX Runtime scores on such a machine.
     """
 
     language_model: str
@@ -115,7 +115,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Quantise both models with every scheme. A scheme that cannot run here has rows with the reason."""
+    """Quantise both models with every scheme and measure them. If a scheme cannot run here, its rows contain the reason."""
     options = QuantizationOptions.of(context)
     report(0, len(SCHEMES) + 2, "trained models")
     language = trained_language_model(context, options.language_model)
@@ -126,7 +126,7 @@ def run(context: Context, report: Report) -> Result:
     for one in (found, _in_onnx(context, options, language), _in_onnx(context, options, classifier)):
         rows += one[0]
         frames += one[1]
-    # The files of all variants of a large model take 700 MB.
+    # Delete the files, because those of all variants of a large model take 700 MB.
     shutil.rmtree(context.workspace, ignore_errors=True)
     report(len(SCHEMES) + 2, len(SCHEMES) + 2, "done")
     return Result(rows, all_samples(frames), language.source)
@@ -139,7 +139,7 @@ Found = tuple[list[Row], list[pd.DataFrame]]
 
 @dataclass(frozen=True)
 class _Material:
-    """A trained model in a runtime, with functions that score and time its variants and return their rows.
+    """A trained model in a runtime. The methods score and time its variants (original and quantised) and return the rows.
 
     Args:
         context: context of the experiment.
@@ -181,7 +181,7 @@ class _Material:
 
     @property
     def _on_host(self) -> bool:
-        """Whether the runtime uses the CPU of a machine with a GPU, on which the same work takes much longer."""
+        """True if the machine has a GPU and the runtime uses the CPU. The same work takes much longer there."""
         return self.device.kind != self.context.device.kind
 
     def batch(self) -> Tensor:
@@ -212,7 +212,7 @@ class _Material:
         return [row]
 
     def _windows(self) -> np.ndarray:
-        """Return the window number of each scored token, or for a classifier the number of each image."""
+        """Return the window number of each scored token. For a classifier, return the number of each image."""
         targets = self.trained.held_out(self.device)[1][: self.records]
         if targets.dim() == 1:
             return np.arange(len(targets))
@@ -220,10 +220,10 @@ class _Material:
         return scored.nonzero()[:, 0].numpy()
 
     def time_rows(self, calls: Mapping[str, tuple[str, Callable[[], object]]]) -> Found:
-        """Time variants in turn. Return their times and their speed-ups over the original.
+        """Time variants in alternation. Return their times and their speed-ups over the original.
 
         Args:
-            calls: (number format, function) by name of the variant. One of them is the original.
+            calls: a dict that maps the name of each variant to (number format, function). It contains the original.
         """
         functions = [call for _, call in calls.values()]
         limit_s = self.options.time_limit_s * len(calls)
@@ -271,7 +271,7 @@ def _language_in_torch(context: Context, options: QuantizationOptions, trained: 
             new_rows = _scheme_rows(material, scheme, model, originals, scores, folder)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:  # the device or its library refuses the format or the shape
+        except RuntimeError as error:  # the device or its library does not support the format or the shape
             reason = f"refused: {str(error).splitlines()[0]}"
             rows.append(context.absent_row(scheme.name, "weight_bytes", reason, **material.columns(scheme.dtype)))
             continue
@@ -287,7 +287,7 @@ def _scheme_rows(
 ) -> list[Row]:
     """Return the rows of a quantised language model, except those with its time."""
     layers = {name: model.get_submodule(name) for name in originals}
-    # Save before the first call, in which bitsandbytes moves tensors.
+    # Save the model before its first call, because bitsandbytes moves tensors in this call.
     path = _save(model, folder / "quantised.safetensors")
     computed = sum(scheme.weight_bytes(*weight.shape) for weight in originals.values())
     rows = material.byte_rows(scheme.name, scheme.dtype, weight_bytes_of(layers.values()), computed, path)
@@ -306,7 +306,7 @@ def _scheme_rows(
 def _error_rows(
     material: _Material, scheme: Scheme, model: nn.Module, layers: dict[str, nn.Module], originals: dict[str, Tensor]
 ) -> list[Row]:
-    """Compare every quantised layer with float64, on the inputs that it gets in the model."""
+    """Return rows that compare each quantised layer with its float64 original, for the inputs that it receives in the model."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def remember(name: str) -> Callable[..., None]:
@@ -339,7 +339,7 @@ def _error_rows(
 
 
 def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedModel) -> Found:
-    """Return the rows of a model with ONNX Runtime's CPU provider: of the original, and of the kinds of int8."""
+    """Measure a model with ONNX Runtime's CPU provider: the original and each kind of int8 quantisation."""
     material = _Material(context, options, trained, ORT, detect_cpu(), "fp32")
     language = trained.kind == "language"
     kinds = _KINDS_FOR_LANGUAGE if language else onnx_int8.KINDS
@@ -378,7 +378,10 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
 
 
 def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, threads: int, kinds: tuple[str, ...]) -> list[Row]:
-    """Compare one layer, exported and quantised alone, with float64, on inputs that it gets in the model."""
+    """Return rows that compare a single layer with its float64 original, for inputs that it receives in the model.
+
+    The layer is exported and quantised without the rest of the model.
+    """
     layer = _probed_layer(model)
     captured: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0].detach().clone()))
@@ -412,7 +415,7 @@ def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, thread
 
 
 def _probed_layer(model: nn.Module) -> Any:
-    """Return the layer that is verified alone: the last linear layer of the last block, or the last 3x3 convolution."""
+    """Return the layer for `_onnx_error_rows`: the last linear layer of the last block, or the last 3x3 convolution."""
     linears = [one for name, one in model.named_modules() if isinstance(one, nn.Linear) and ".layers." in name]
     convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d) and one.kernel_size == (3, 3)]
     return linears[-1] if linears else convolutions[-1]
@@ -432,7 +435,7 @@ def _products(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _save(model: nn.Module, path: Path) -> Path:
-    """Write all tensors of a model to a file, and return its path. A tensor with two names is written once."""
+    """Write all tensors of a model to a file, and return the path of the file. A tensor with two names is written only once."""
     tensors: dict[tuple, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):

@@ -1,7 +1,7 @@
-"""Linear layers with quantised weights: how each format stores them, how many bytes they take, and how large their error can be.
+"""Linear layers with quantised weights, the sizes of these weights in bytes, and bounds on their errors.
 
-A format replaces a weight by an integer or by a short code, and by scales. Its error is at most half the distance between two
-neighbouring values. From this follows a bound on the error of each element of a layer's output.
+A format stores each weight as an integer or a short code. Several weights share a scale. The error of a weight is at most half
+the distance between two neighbouring values of the format. This gives a bound on the error of each element of a layer's output.
 
 Shape suffixes: N outputs, K inputs, M rows of the input, G groups of inputs that share a scale.
 """
@@ -28,7 +28,7 @@ _INT8, _INT4 = 127.0, 7.0
 _TINY = torch.finfo(torch.float32).tiny  # smallest scale, used for a group of zeros
 _SCALE_ROUNDING = (
     2.0**-15
-)  # a float32 scale has a relative error of 2^-24, so a value of 127 scales is off by 2^-16 of half a step
+)  # the relative error of a float32 scale is 2^-24, so a value of 127 steps has an error of 2^-16 half steps
 _CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # sizes of bitsandbytes' float32 tables
 
 
@@ -59,13 +59,13 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight_NK: Tensor):
         super().__init__()
-        weight_NK = weight_NK.float()  # in 16 bits, the division by the scale would add its own error
+        weight_NK = weight_NK.float()  # a 16-bit division by the scale would add another rounding error
         scale_N = weight_NK.abs().amax(1).clamp_min(_TINY) / _INT8
         self.register_buffer("q_NK", (weight_NK / scale_N[:, None]).round().clamp(-_INT8, _INT8).to(torch.int8))
         self.register_buffer("scale_N", scale_N)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs in the dtype of x. The product is scaled, so no float32 copy of the weights is needed."""
+        """Return the outputs in the dtype of x. The scale multiplies the product, so the weights need no float32 copy."""
         return (F.linear(x, self.q_NK.to(x.dtype)) * self.scale_N).to(x.dtype)
 
     def weight(self) -> Tensor:
@@ -74,7 +74,7 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """Linear layer with packed 4-bit weights and one scale for each group of `GROUP` inputs of an output."""
+    """Linear layer with packed 4-bit weights. For each output, every `GROUP` consecutive inputs share a scale."""
 
     packed: Tensor
     scale_NG: Tensor
@@ -124,7 +124,7 @@ class Fp8Linear(nn.Module):
         return (values / scale).clamp(-largest, largest).to(storage), scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs in the dtype of x, rounded to bf16."""
+        """Return the outputs, rounded to bf16 and converted to the dtype of x."""
         rows, scale = self._quantise(x.flatten(0, -2), self.q_NK.dtype)
         scale_b = self.scale.T if self.by_row else self.scale
         multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -148,7 +148,7 @@ class Scheme(ABC):
     dtype: ClassVar[str]
 
     def why_absent(self, device: Device) -> str:
-        """Return why the scheme cannot run on a device, or "" if it can."""
+        """Return the reason why the scheme cannot run on a device, or an empty string if it can."""
         return ""
 
     @abstractmethod
@@ -168,9 +168,10 @@ class Scheme(ABC):
         return torch.zeros_like(x_MK, dtype=torch.float64)
 
     def roundoff(self, k: int, dtype: torch.dtype) -> float:
-        """Return a bound on the rounding errors of a product of K terms, relative to the sum of the magnitudes of its terms.
+        """Return a bound on the rounding errors of a dot product of K terms, relative to the sum of the terms' magnitudes.
 
-        It is 1.5 eps of `dtype` for one rounding each of inputs, weights and output, plus K eps of float32 for the sum.
+        The bound has two parts: 1.5 eps of `dtype`, because inputs, weights and output are each rounded once, and K eps of
+        float32 for the sum.
         """
         return 1.5 * torch.finfo(dtype).eps + k * torch.finfo(torch.float32).eps
 
@@ -218,8 +219,8 @@ class Fp8(Scheme):
     def __init__(self, by_row: bool):
         self.by_row = by_row
         self.name = "fp8, a scale for each row" if by_row else "fp8, a scale for each tensor"  # pyright: ignore[reportAttributeAccessIssue]
-        # The bound holds for the OCP and the fnuz format: both have 3 mantissa bits. The smallest number of the OCP format is
-        # larger relative to its maximum, so its bound is the larger one.
+        # The bound is computed for the OCP format and also holds for the fnuz format. Both have 3 mantissa bits. Relative to its
+        # maximum, the smallest number of the OCP format is larger, so the bound of this format is larger, too.
         self._info = torch.finfo(torch.float8_e4m3fn)
 
     def why_absent(self, device: Device) -> str:
@@ -239,24 +240,28 @@ class Fp8(Scheme):
         return self._error(x_MK)
 
     def _error(self, values: Tensor) -> Tensor:
-        """Return half the distance between neighbouring values: relative for normal numbers, absolute for subnormal numbers."""
+        """Return half the distance between neighbouring fp8 values.
+
+        For normal numbers this distance is proportional to the number. For subnormal numbers it is constant.
+        """
         magnitudes, info = values.double().abs(), self._info
         absmax = magnitudes.amax(1, keepdim=True) if self.by_row else magnitudes.amax()
         smallest = info.tiny * info.eps / 2 * absmax / info.max
         return torch.maximum(magnitudes * info.eps / 2, smallest)
 
     def roundoff(self, k: int, dtype: torch.dtype) -> float:
-        # The output is rounded to bf16. Hopper sums blocks of 128 terms with 14 bits: at most 2^-9 of the sum of magnitudes.
+        # 2^-8 allows for rounding the output to bf16. On Hopper, the fp8 units add blocks of 128 terms with 14 bits. This causes
+        # an error of at most 2^-9 of the sum of magnitudes.
         return 2.0**-8 + 2.0**-9 + super().roundoff(k, torch.float32)
 
 
 def why_no_bitsandbytes(device: Device) -> str:
-    """Return why bitsandbytes cannot be used here, or "" if it can."""
+    """Return the reason why bitsandbytes cannot be used here, or an empty string if it can."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "unavailable: bitsandbytes is not installed; next step: pip install bitsandbytes"
     try:
         library = bitsandbytes_library()
-    except Exception as error:  # its native library is loaded at import, and fails with errors of several types
+    except Exception as error:  # the import loads the native library, which can raise errors of several types
         return f"unavailable: bitsandbytes cannot be imported: {error}"
     if type(library.cextension.lib).__name__ == "ErrorHandlerMockBNBNativeLibrary":
         return f"unavailable: bitsandbytes has no native library for {device.name}"
@@ -264,12 +269,17 @@ def why_no_bitsandbytes(device: Device) -> str:
 
 
 def bitsandbytes_library() -> Any:
-    """Import bitsandbytes, which takes seconds and is optional. The type is Any, because its stubs do not contain its layers."""
+    """Import and return the optional package bitsandbytes. The import takes seconds.
+
+    The return type is Any, because the type stubs of bitsandbytes do not contain its layers.
+    """
     return importlib.import_module("bitsandbytes")
 
 
 class LlmInt8(Scheme):
-    """LLM.int8() of bitsandbytes: int8 weights and inputs with a scale for each row; inputs above 6 are multiplied in 16 bits.
+    """LLM.int8() of bitsandbytes: int8 weights and inputs with a scale for each row.
+
+    Inputs with a magnitude above 6 are not quantised but multiplied in 16 bits.
 
     Source: Dettmers et al. 2022, arXiv 2208.07339.
     """
@@ -284,7 +294,7 @@ class LlmInt8(Scheme):
         bnb = bitsandbytes_library()
         n, k = weight_NK.shape
         layer = bnb.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=self._OUTLIER)
-        # Weights are quantised when they are moved to a device, even from the CPU to the CPU.
+        # bitsandbytes quantises weights when `to` moves them to a device, even if they are on the CPU and stay there.
         layer.weight = bnb.nn.Int8Params(weight_NK.cpu(), requires_grad=False, has_fp16_weights=False)
         return layer.to(device.torch_device)
 
@@ -292,7 +302,7 @@ class LlmInt8(Scheme):
         return n * k + 4 * n
 
     def weight_error(self, weight_NK: Tensor) -> Tensor:
-        # bitsandbytes converts weights to fp16 before it quantises them, which adds half a unit of fp16.
+        # bitsandbytes converts weights to fp16 before it quantises them. This rounding adds a relative error of at most 2^-11.
         magnitudes = weight_NK.double().abs()
         return magnitudes.amax(1, keepdim=True) / _INT8 / 2 * 1.001 + magnitudes * 2.0**-11
 
@@ -342,8 +352,8 @@ class Nf4(Scheme):
         absmax = weight_NK.double().flatten().unflatten(0, (-1, NF4_BLOCK)).abs().amax(1)
         error = absmax * _largest_gap(_nf4_code()) / 2
         if self.double:
-            # Scales minus their mean are stored as codes of an 8-bit table. The error of a scale is multiplied by a code of
-            # magnitude at most 1.
+            # The mean of the scales is subtracted, and the difference is stored as an index into an 8-bit table. The error of a
+            # scale is multiplied by an NF4 value, whose magnitude is at most 1.
             centred = absmax - absmax.mean()
             nested = F.pad(centred, (0, -len(centred) % NESTED_BLOCK)).unflatten(0, (-1, NESTED_BLOCK)).abs().amax(1)
             gaps = nested * _largest_gap(_nested_code()) / 2
@@ -373,7 +383,8 @@ def _nested_code() -> Tensor:
 def _largest_gap(code: Tensor) -> float:
     """Return the largest distance between neighbouring values of a table, including the distances to the ends of [-1, 1]."""
     values = code.sort().values
-    # If a table does not reach -1 or 1, these are rounded to its last value, as if the gap were twice as large.
+    # If a table does not reach -1 or 1, these are rounded to its first or last value. The error is then the whole distance and
+    # not half of it, so count this distance twice.
     ends = 2 * (1 - min(abs(values[0].item()), values[-1].item()))
     return max(values.diff().max().item(), ends)
 
@@ -391,9 +402,9 @@ def stored_tensors(layer: nn.Module) -> list[Tensor]:
 
 
 def represented_weight(layer: nn.Module) -> Tensor:
-    """Return the weights [N, K] that the stored values of a quantised layer represent, computed in float64 by this library.
+    """Return the weights [N, K] that the stored values of a quantised layer represent, in float64.
 
-    This library decodes the stored bytes of bitsandbytes itself, so that the kernels of bitsandbytes are verified.
+    The stored bytes of bitsandbytes are decoded here, without its kernels, so that the result can verify these kernels.
     """
     module: Any = layer
     if isinstance(layer, Int8Linear | Int4Linear | Fp8Linear):
@@ -411,7 +422,7 @@ def represented_weight(layer: nn.Module) -> Tensor:
 
 
 def _row_scales(layer: Any) -> Tensor:
-    """Return the scales of an LLM.int8() layer. Its first call moves them from the weight to its state."""
+    """Return the scales of an LLM.int8() layer. The first call of the layer moves them from its weight to its state."""
     return layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
 
 
@@ -434,7 +445,7 @@ def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[st
         raise HyperionError(
             f"{len(linears)} linear layers in 'layers', or a layer with a bias",
             where=f"replace_linears in {type(model).__name__}",
-            next_step="give a Llama, whose blocks are in `layers` and whose linear layers have no bias",
+            next_step="pass a Llama, whose blocks are in `layers` and whose linear layers have no bias",
         )
     for name, linear in linears.items():
         model.set_submodule(name, scheme.convert(linear.weight.detach(), device))
@@ -444,14 +455,14 @@ def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[st
 def output_bound(
     product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor, roundoff: float
 ) -> Tensor:
-    """Return a bound on the error of each element of product(x, weight), for a product that is linear in both arguments.
+    """Return a bound on the error of each element of y = product(x, weight), where `product` is linear in both arguments.
 
-    |y' - y| <= |x| dw + dx |w| + dx dw + roundoff (|x| + dx) (|w| + dw), in float64.
+    The bound is |y' - y| <= |x| dw + dx |w| + dx dw + roundoff (|x| + dx) (|w| + dw), computed in float64.
 
     Args:
         product: the layer as a function of input and weight, such as `torch.nn.functional.linear`.
         x, weight: input and weight.
-        dx, dw: bounds on their errors.
+        dx, dw: bounds on the errors of the input and of the weight.
         roundoff: bound on the rounding errors of the product, relative to the sum of the magnitudes of its terms.
     """
     x, weight = x.double().abs(), weight.double().abs()
@@ -460,7 +471,7 @@ def output_bound(
 
 
 def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Compare a quantised layer with a float64 layer with the original weights.
+    """Compare a quantised layer with a float64 layer that has the original weights.
 
     Returns:
         (relative Frobenius error of the output, largest ratio of a stored weight's error to its bound, largest ratio of an output
@@ -476,14 +487,14 @@ def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, 
 
 
 def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:
-    """Return the largest ratio of an error to its bound. NaN stays NaN, and an error of 0 is within a bound of 0."""
+    """Return the largest ratio of an error to its bound, or NaN if an error is NaN. The ratio is 0 if error and bound are 0."""
     return (errors / (bounds * (1 + _SCALE_ROUNDING)).clamp_min(torch.finfo(torch.float64).tiny)).max().item()
 
 
 def what_ran(call: Callable[[], object], device: Device) -> str:
-    """Call a function once under the profiler. Return its longest kernel, or on a CPU its longest operator.
+    """Call a function once under the profiler. Return the name of its longest kernel, or on a CPU of its longest operator.
 
-    On a CPU, an operator of bitsandbytes takes precedence over a longer PyTorch operator that contains it.
+    On a CPU, operators of bitsandbytes take precedence over all others, even if a PyTorch operator takes longer.
     """
     gpu = device.kind != "cpu"
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:

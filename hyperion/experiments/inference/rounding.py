@@ -1,17 +1,17 @@
-"""Compare a function in a number format with float64, with a tolerance derived from the function and its inputs.
+"""Compare the results of a function in a number format with float64. The tolerance is derived from the function and its inputs.
 
 Rounding to a format with the unit roundoff u changes a number x to x·(1 + δ) with |δ| ≤ u. A stable algorithm returns what exact
-arithmetic would return for inputs that are changed by a few u. So the float64 reference is computed again for changed inputs:
+arithmetic would return for inputs that are changed by a few u. Therefore the float64 reference is computed again for changed
+inputs, and the tolerance follows from the changes of its outputs:
 
     tolerance of an element = MARGIN · (1 + √n · v/u) · (a + u · (b + c)) + underflow
 
 - a is the largest change of the element when every input is changed at random by up to u. It is large where terms cancel. It also
-  covers ties (two equal numbers, of which a sort may take either) and steps of the function.
-- b is the largest element of the exact tensor. Intermediate results are about as large, and are rounded too.
-- c is the largest change of an element when every input is changed by up to 2⁻⁵³, the unit roundoff of float64, divided by 2⁻⁵³.
-  This is the rounding error of the float64 kernel itself in units of its roundoff. It is large where a kernel computes a small
-  number as the difference of two large ones. In a smaller format, a kernel with the same formula has the same error in units of
-  u.
+  covers ties (two equal numbers, which a sort may return in either order) and discontinuities of the function.
+- b is the largest element of the exact tensor. Intermediate results are about as large, and they are rounded, too.
+- c describes the rounding error of the float64 kernel itself. All inputs are changed by up to 2⁻⁵³, the unit roundoff of float64.
+  c is the largest change of an element, divided by 2⁻⁵³. It is large where a kernel computes a small number as the difference
+  of two large numbers. In a smaller format, a kernel with the same formula has the same error in units of u.
 - √n · v/u accounts for sums. n is the number of elements of the largest tensor, which bounds the number of terms. v is the unit
   roundoff of the accumulator: that of float32 for 16-bit formats. Rounding errors with random signs grow with √n (Higham and
   Mary, A new approach to probabilistic rounding error analysis, 2019).
@@ -19,9 +19,9 @@ arithmetic would return for inputs that are changed by a few u. So the float64 r
 
 A gradient is checked in the same way, with the gradient of the output as an additional input.
 
-False alarms: with 15 seeds on a CPU, all 42,795 comparisons of the operators and layers in `operator_checks` without a known gap
-stayed within the tolerance. Missed errors: an error below about 30 u of the largest element of a tensor is not detected (in
-float32, √n times more). TF32 instead of float32, or a sum in 16 bits instead of float32, is detected.
+False alarms: with 15 seeds on a CPU, there was none in 42,795 comparisons of the operators and layers in `operator_checks` that
+have no known gap. Missed errors: the check does not detect errors below about 30 u times the largest element of a tensor. In
+float32, this limit is √n times larger. The check detects TF32 in place of float32, and sums that are accumulated in 16 bits.
 """
 
 import math
@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MARGIN = 8.0
 # A gradient below this share of the gradient of the output is 0 or nearly 0 in exact arithmetic, because large terms cancel. An
-# example is the layer norm of a single number. Its rounding errors have no scale, so it is only checked to be finite.
+# example is the gradient of the layer norm of a single number. No tolerance can be derived for such a gradient, so the check only
+# requires that it is finite.
 _VANISHING = 1e-5
 _FLOAT64_UNIT = 2.0**-53
 _FLOAT32_UNIT = 2.0**-24
@@ -43,7 +44,7 @@ _FLOAT32_UNIT = 2.0**-24
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a function.
+    """A function call whose results are compared with float64.
 
     Args:
         function: the function, which returns a tensor or a structure of tensors.
@@ -91,17 +92,18 @@ def forward_backward(function: Callable, leaves: list, structure: Any, cotangent
 def errors_over_tolerance(
     case: Case, dtype: torch.dtype, seed: int, probes: int, compute: Callable[..., Derivatives] = forward_backward
 ) -> dict[str, float]:
-    """Return the largest ratio of an error to the tolerance of the element, for the outputs and for the gradients of a call.
+    """Return the largest ratio of an element's error to its tolerance, for the outputs and for the gradients of a call.
 
-    The reference is computed in float64 on the CPU from the same values. Integers and booleans must be equal, except where a
-    changed input changes them too. Exact values beyond the largest number of the format are not compared, and with such outputs
-    no gradients are compared.
+    The reference is computed in float64 on the CPU from the same values. Integers and booleans must be equal to those of the
+    reference, or to those of a reference with changed inputs. Exact values beyond the largest number of the format are not
+    compared. If an output has such a value, no gradients are compared.
 
     Args:
         case: the call, with tensors of `dtype` on the device to be tested.
         dtype: number format that is tested.
         seed: seed of the gradients of the outputs and of the random changes of the inputs.
-        probes: number of references with changed inputs, for each of the two sizes of change, u and 2⁻⁵³.
+        probes: number of references with changed inputs. This number is computed twice: for changes of up to u, and for changes
+            of up to 2⁻⁵³.
         compute: function that computes the tested result. It takes the arguments of `forward_backward`.
 
     Returns:
@@ -141,7 +143,10 @@ def errors_over_tolerance(
 
 
 def _in_float64(leaf: Any, change: float, generator: torch.Generator) -> Any:
-    """Return an argument for the reference: floating-point tensors in float64 on the CPU, changed at random by up to `change`."""
+    """Return the argument of the float64 reference that corresponds to `leaf`.
+
+    Floating-point tensors are converted to float64 on the CPU and multiplied by random factors from 1 - `change` to 1 + `change`.
+    """
     if isinstance(leaf, torch.dtype):
         return torch.float64 if leaf.is_floating_point else leaf
     if isinstance(leaf, torch.device):
@@ -177,11 +182,12 @@ def _worst(
     if _largest(exact) < vanishing and exact.isfinite().all():
         return 0.0 if result.isfinite().all() else math.inf
     change = torch.stack([(one - exact).abs() for one in rounded]).amax(0)
-    # Where a changed input leaves the domain of the function, the change is not a bound.
+    # If a changed input leaves the domain of the function, the result is NaN. Its change is then no bound on the error, so accept
+    # any finite result.
     change = torch.where(change.isnan() & ~exact.isnan(), math.inf, change)
     noise = _largest(torch.stack([one - exact for one in noisy])) / _FLOAT64_UNIT
     size = min(_largest(exact), info.max)
-    # Numbers below the smallest normal number lose digits, and devices may replace them by 0. In fp16, they only lose digits.
+    # Numbers below the smallest normal number lose digits. Devices may even replace them by 0, except in fp16.
     underflow = info.smallest_normal * (info.eps if tested.dtype == torch.float16 else 1.0)
     tolerance = factor * (change + unit * (size + noise)) + underflow
     beyond = (exact.abs() > info.max) & ~result.isfinite()

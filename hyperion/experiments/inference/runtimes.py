@@ -1,4 +1,4 @@
-"""How fast and how accurate is a trained model in each runtime?
+"""Measure how fast and how accurate a trained model is in each runtime.
 
 The trained language model and the trained classifier run in PyTorch (eager, compiled and as a captured graph), in AOTInductor, in
 ONNX Runtime and in MIGraphX. For each runtime, the rows contain:
@@ -7,9 +7,10 @@ ONNX Runtime and in MIGraphX. For each runtime, the rows contain:
 - perplexity or accuracy on the held-out data, relative to the float32 model in eager mode on the same tokens or images;
 - percentiles of the latency for one example, the speed-up over eager, and the throughput of the best batch size found by a
   search;
-- times of export and compilation, size of the file, and number of kernels launched per call.
+- the times of export and compilation, the size of the file, and the number of kernels launched per call.
 
-For the language model, a call is one forward pass over windows of tokens. Chapter 2.12's `decode_speed` measures single tokens.
+For the language model, a call is one forward pass over windows of tokens. The experiment `decode_speed` of chapter 2.12 measures
+the decoding of single tokens.
 """
 
 import copy
@@ -89,14 +90,16 @@ class RuntimesOptions(Options):
         language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
         dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
         batches: batch sizes that the search for the best one tries.
-        compiled_batches: batch sizes for which torch.compile compiles the model, and which its search tries. They include 1.
-        left_out: runtimes that the profile skips, by kind of model: "language" or "classifier". Their rows contain this reason.
+        compiled_batches: batch sizes for which torch.compile compiles the model. Its search for the best batch size tries only
+            these. They include 1.
+        left_out: runtimes that the profile skips, by kind of model ("language" or "classifier"). The rows of these runtimes
+            contain the reason.
         latency_samples: number of calls for the latency percentiles. The 99th percentile needs at least 368.
-        latency_limit_s: seconds for these calls. A runtime that is too slow for all of them makes fewer, and a percentile that
-            needs more has no value.
-        time_limit_s: seconds of timing for each comparison. The search for the best batch size ends at a batch that takes longer.
+        latency_limit_s: time limit in seconds for these calls. A slow runtime makes fewer calls. A percentile that needs more
+            calls then has no value.
+        time_limit_s: seconds of timing for each comparison. The search for the best batch size ends when a call takes longer.
         windows, images: largest number of windows and of images that are scored. None scores all.
-        host_windows, host_images: the same numbers for a runtime on the CPU of a machine with a GPU.
+        host_windows, host_images: the same numbers for a runtime that uses the CPU of a machine with a GPU.
     """
 
     language_model: str
@@ -114,7 +117,7 @@ class RuntimesOptions(Options):
     host_images: int = 1000
 
     def why_absent(self, kind: str, runtime: str, device: Device) -> str:
-        """Return why a runtime is not measured for a kind of model, or "" if it is."""
+        """Return the reason why a runtime is not measured for a kind of model, or an empty string if it is."""
         return _LEFT_OUT if runtime in self.left_out.get(kind, ()) else why_absent(runtime, device)
 
     def records(self, kind: str, beside_gpu: bool) -> int | None:
@@ -145,12 +148,12 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure both models in every runtime. If a runtime cannot be used or its process ends, its rows contain the reason."""
+    """Measure both models in every runtime. If a runtime cannot be used or its process crashes, its rows contain the reason."""
     options = RuntimesOptions.of(context)
     report(0, 8, "trained models")
     models = trained_language_model(context, options.language_model), trained_classifier(context, options.classifier)
     report(2, 8, f"packages of {AOTI}")
-    # A build takes about a minute on few cores, and no other work is timed meanwhile.
+    # Build both packages at the same time. A build takes about a minute on few cores, and no timing runs meanwhile.
     with ThreadPoolExecutor(len(models)) as threads:
         builds = list(threads.map(lambda trained: _build(context, options, trained), models))
     results = []
@@ -180,7 +183,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
             continue
         device = detect_cpu() if runtime == ORT_CPU else context.device
         try:
-            # Outside `matmul_precision`, because PyTorch 2.13 refuses to export while its old and new TF32 settings differ.
+            # Prepare outside `matmul_precision`, because PyTorch 2.13 cannot export while its old and new TF32 settings differ.
             example = _inputs(trained, device)[:2]
             model, batches = trained.load(device), options.compiled_batches
             prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
@@ -191,7 +194,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
         except torch.OutOfMemoryError as error:
             found, frame = _absent(context, trained, runtime, dtype, out_of_memory_reason(error)), pd.DataFrame()
         except Exception as error:
-            # If a runtime refuses the model, the others must still run. The reason is the first line of its message.
+            # If a runtime cannot run the model, the others must still run. The rows contain the first line of the error message.
             if runtime == EAGER:
                 raise
             found, frame = _absent(context, trained, runtime, dtype, _reason(error)), pd.DataFrame()
@@ -214,7 +217,7 @@ def build_in_process(context: Context, report: Report, folder: str, package: str
 
 
 def load_in_process(context: Context, report: Report, folder: str, build_s: float) -> Result:
-    """Load the package of `build_in_process` and measure it. A worker process calls this function."""
+    """Load and measure the package that `build_in_process` wrote. A worker process calls this function."""
     options, trained = RuntimesOptions.of(context), read_trained_model(Path(folder))
     with matmul_precision(FORMATS[options.dtype]):
         reference = _Reference(trained, context.device, context.device, options)
@@ -227,8 +230,8 @@ def output_tolerance(model: nn.Module, dtype: str) -> float:
     """Return the tolerance for the relative error of logits, computed from the rounding of each product.
 
     A product that sums K terms in float32 has an error of about sqrt(K) float32 roundings, plus one rounding of its output. The
-    errors of all layers are added, as if none cancelled, and doubled to allow for the element-wise operations between the
-    products.
+    errors of all layers are added, as if no errors cancelled. The sum is doubled to allow for the element-wise operations between
+    the products.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, section 2.8, on statistical rounding errors.
     """
@@ -300,7 +303,7 @@ def _measure(
         agreement = relative_error(output, theirs)
         for name, error, tolerance in (
             ("float64", check.error, check.tolerance),
-            # Both logits have an error of at most the tolerance.
+            # The tolerance is doubled, because the logits of both runtimes have errors.
             ("PyTorch eager", agreement, 2 * check.tolerance),
         ):
             params = base | host | {"against": name}
@@ -329,7 +332,10 @@ def _latency(
     reference: _Reference,
     base: dict,
 ) -> Found:
-    """Return rows with the latency percentiles for one example on the host's clock, and whether the host limits the latency."""
+    """Return rows with the percentiles of the latency for one example, and on a GPU a row that tells if the host limits it.
+
+    The latency is measured with the host's clock.
+    """
     device, dtype = prepared.device, prepared.dtype
     one = reference.inputs[:_LATENCY_EXAMPLES].clone()
     params = base | {"batch": _LATENCY_EXAMPLES, "cache": "hot"}
@@ -338,7 +344,7 @@ def _latency(
         lambda: call(one),
         device,
         cold=False,
-        back_to_back=1,  # one call between two synchronizations, which is what a caller waits for
+        back_to_back=1,  # synchronize after every call, because a caller waits for the result
         minimum_samples=max(3, min(options.latency_samples, int(options.latency_limit_s / one_call_s))),
         time_limit_s=options.time_limit_s,
     )
@@ -354,7 +360,7 @@ def _latency(
         rows.append(context.row(runtime, metric, estimate.value, dtype=dtype, params=params, **columns))
     frames = [sample_frame(timing, runtime, dtype, params)]
     if device.kind != "cpu":
-        # The device's clock would also count the gaps in which the device waits for the host.
+        # Use the profiler, because times from the device's clock would include the gaps in which the device waits for the host.
         share = min(device_seconds(Prepared(call, device, dtype), one) / timing.estimate.value, 1.0)
         note = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
         rows.append(
@@ -373,7 +379,10 @@ def _throughput(
     base: dict,
     check: Verification,
 ) -> Found:
-    """Find the batch size with the highest rate, then time this batch and a single example in turn with eager mode."""
+    """Find the batch size with the highest throughput, then compare it and batch size 1 with eager mode.
+
+    For the comparison, calls of the runtime and of eager mode are timed in alternation.
+    """
     device, dtype = prepared.device, prepared.dtype
     eager, rows, frames, rates = reference.eager(dtype), [], [], {}
     storage = FORMATS[dtype].storage
@@ -428,7 +437,10 @@ def _throughput(
 
 
 def _seconds(call: Callable[[], object], device: Device) -> float:
-    """Return the seconds of a second call with its work on the device. The first one may compile, capture or allocate."""
+    """Return the time of the second call in seconds, including its work on the device.
+
+    The first call may compile, capture or allocate, so its time does not count.
+    """
     _, seconds = WallClock(device, calls=1).sample([call], None, 2)[0]
     return seconds
 
@@ -446,10 +458,10 @@ def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: s
 
 
 def _build(context: Context, options: RuntimesOptions, trained: TrainedModel) -> float | str:
-    """Build a package in a process of its own. Return the seconds of the build, or the reason why there is no package."""
+    """Build a package in a separate process. Return the build time in seconds, or the reason why there is no package."""
     if reason := options.why_absent(trained.kind, AOTI, context.device):
         return reason
-    # Two builds run at the same time, and each needs a folder of its own.
+    # Two builds run at the same time, and each needs a separate folder.
     own = replace(context, workspace=context.workspace / f"build-{trained.name}")
     try:
         params = {"folder": str(trained.folder), "package": str(_package(context, trained))}
@@ -459,7 +471,9 @@ def _build(context: Context, options: RuntimesOptions, trained: TrainedModel) ->
 
 
 def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedModel, build: float | str) -> Result:
-    """Load and measure a package in a process of its own. If there is none, or if the process ends, the rows contain the reason.
+    """Load and measure a package in a separate process.
+
+    If there is no package, or if the process crashes, the rows contain the reason.
 
     Args:
         build: the result of `_build`.
@@ -497,7 +511,10 @@ def _inputs(trained: TrainedModel, device: Device) -> Tensor:
 
 
 def _formed(x: Tensor, storage: torch.dtype) -> Tensor:
-    """Return token ids unchanged, and images in the given dtype with channels last. Compiled code is for one dtype and layout."""
+    """Return images in the dtype `storage` and the channels-last memory format, and token ids unchanged.
+
+    All inputs have the same dtype and memory format, because the compiled code supports only one.
+    """
     return x.to(storage, memory_format=torch.channels_last) if x.is_floating_point() else x
 
 
@@ -508,7 +525,7 @@ def _package(context: Context, trained: TrainedModel) -> Path:
 def _reason(error: Exception) -> str:
     """Return the type of an error and the first nonempty line of its message, truncated to 200 characters.
 
-    The message of a JobError continues with the last lines of the worker, so the last line, which names the cause, follows.
+    The message of a JobError ends with the last lines of the worker's output. Its last line names the cause and is appended.
     """
     message = error.what if isinstance(error, JobError) else str(error)
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
@@ -517,4 +534,4 @@ def _reason(error: Exception) -> str:
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Ignore the progress of a worker process, because its steps are not those of the experiment."""
+    """Ignore the progress of a worker process, because its steps are not steps of the experiment."""

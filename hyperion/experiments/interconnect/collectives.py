@@ -147,7 +147,7 @@ def _expected_busbw(context: Context, collective: Collective, ranks: int, size: 
 
 
 def cells(options: CollectivesOptions, ranks: int) -> list[Cell]:
-    """Return (collective, dtype, bytes) of all measurements. `dtype` is measured at all sizes, the other formats at some."""
+    """Return (collective, dtype, bytes) of all measurements. Only the format `options.dtype` is measured at all sizes."""
     sizes = [(options.dtype, size) for size in options.bytes]
     sizes += itertools.product(options.other_dtypes, options.other_bytes)
     every = list(itertools.product(ALL_COLLECTIVES.values(), sizes))
@@ -291,7 +291,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
             **interval,
         )
 
-    # If the interval of the seconds per gigabyte contains zero, they do not determine a bandwidth.
+    # If the interval of the fitted seconds per gigabyte contains zero, the fit does not determine a bandwidth.
     rate = None if fit.s_per_gb.ci_low <= 0 else fit.s_per_gb.map(lambda s_per_gb: 1 / s_per_gb)
     note = {"share": SHARE, "note": "" if bucket.bytes is None else bucket.reason}
     return [
@@ -429,9 +429,9 @@ _PATHS = {
 def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
     """Return (GB/s that the links allow, source), or (None, reason why there is no limit).
 
-    Bus bandwidth counts the bytes that must cross a device's link in one direction. With one exception: if the switch between the
-    devices performs the reduction of an all-reduce, a device sends each byte once instead of almost twice. The limit then exceeds
-    the rate of the link.
+    Bus bandwidth counts the bytes that must cross a device's link in one direction, so the limit is the rate of the link. There
+    is one exception: if the switch between the devices performs the reduction of an all-reduce, a device sends each byte once
+    instead of almost twice. The limit then exceeds the rate of the link.
     """
     if device.kind == "cpu":
         return None, LOOPBACK

@@ -48,7 +48,10 @@ def collectives(material: Material) -> Figure | None:
 
 
 def bucket_size(material: Material) -> Figure | None:
-    """Plot the rate by message size as a share of the best rate, the recommended size, and the default size of DDP's buckets."""
+    """Plot the rate by message size as a share of the best rate.
+
+    Vertical lines mark the recommended size of each collective and the default size of DDP's buckets.
+    """
     rows = material.of("collectives")
     advised = measured(select(rows, metric="recommended_bytes"))
     advised = [row for row in advised if row.variant in _IN_TRAINING]

@@ -1,7 +1,7 @@
 """How fast are collectives through MPI, and can the MPI library read and write device memory?
 
-mpirun starts the ranks, which call the buffer functions of mpi4py. As in the experiment `collectives`, every element is compared
-on every rank before and after the timing, and the time of a call is that of its slowest rank.
+mpirun starts the ranks, which call the buffer functions of mpi4py. As in the experiment `collectives`, every rank verifies every
+element of its output before and after the timing, and the time of a call is that of its slowest rank.
 """
 
 import ctypes
@@ -30,12 +30,12 @@ from hyperion.measure.collectives.collectives import root_of
 from hyperion.processes import RankError, World, roll_call, wait_for_peers, world
 from hyperion.processes.mpi import why_no_mpi
 
-# Paths of the bytes. HOST: the tensors are in host memory. STAGED: a tensor of a GPU is copied to the host and back. AWARE: MPI
-# gets the address in device memory.
+# Paths of the data. HOST: the tensors are in host memory. STAGED: a GPU tensor is copied to the host before the MPI call, and the
+# result is copied back. AWARE: MPI gets the address of the tensor in device memory.
 HOST, STAGED, AWARE = "host", "host-staged", "gpu-aware"
-# Functions of Open MPI and MPICH that return 1 if the library accepts buffers of a kind of GPU.
+# For each kind of GPU: functions of Open MPI and MPICH that return 1 if the library accepts buffers in the memory of such a GPU.
 _QUERIES = {"cuda": ("MPIX_Query_cuda_support",), "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")}
-# Variables that enable it in Cray MPICH, MPICH, MVAPICH and Intel MPI.
+# Environment variables that enable GPU buffers in Cray MPICH, MPICH, MVAPICH and Intel MPI.
 _ENABLING = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_CUDA", "MV2_USE_ROCM", "I_MPI_OFFLOAD")
 _LIMITS = {
     HOST: "no limit: MPI's ranks share a host, and their messages are copies in memory",
@@ -49,7 +49,7 @@ class MpiCollectivesOptions(Options):
     Args:
         dtype: number format of the messages.
         bytes: message sizes in bytes.
-        ranks: numbers of ranks. Each of them is measured with its own mpirun.
+        ranks: numbers of ranks to measure. Each number gets its own mpirun.
         time_limit_s: timing budget in seconds for each combination of collective, size and number of ranks.
         hang_timeout_s: if no rank makes progress for this many seconds, report the ranks that are behind.
     """
@@ -76,7 +76,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure all collectives with each number of ranks and on each path. What cannot be measured becomes a row."""
+    """Measure all collectives with each number of ranks and on each path.
+
+    If a number of ranks or a path cannot be measured, a row states the reason.
+    """
     options, on_cpu = MpiCollectivesOptions.of(context), context.device.kind == "cpu"
     if reason := why_no_mpi():
         return _absent(context, reason)
@@ -91,13 +94,13 @@ def run(context: Context, report: Report) -> Result:
     return merged(results)
 
 
-# The row without a value, on machines without MPI.
+# Variant and metric of the row that states why there is no measurement, for example on machines without MPI.
 _STAND_IN = "all_reduce", "busbw_gb_s"
 EXPERIMENT = Experiment(forecast, run, options=MpiCollectivesOptions, forecast_reads=("bandwidth",), stand_in=_STAND_IN)
 
 
 def _expected_busbw(context: Context, name: str, ranks: int) -> Expected:
-    """Predict a rate on a CPU from the measured memory bandwidth, which the copies of all ranks share."""
+    """Predict the bus bandwidth on a CPU. All ranks copy at the same time and share the measured memory bandwidth."""
     if context.device.kind != "cpu":
         return Expected(None, None, None, None, "no estimate: no chapter before this one measures copies to the host")
     stream = stream_ceiling(context.upstream)
@@ -116,7 +119,7 @@ def _absent(context: Context, reason: str, **params) -> Result:
 
 
 def _run_ranks(context: Context, report: Report, path: str, ranks: int) -> Result:
-    """Measure one path in an mpirun of its own. An error states the operation during which a rank failed."""
+    """Measure one path with its own mpirun. If a rank fails, the error states the operation during which it failed."""
     operation = "the start of the ranks"
 
     def progress(done: int, total: int, note: str = "") -> None:
@@ -124,7 +127,7 @@ def _run_ranks(context: Context, report: Report, path: str, ranks: int) -> Resul
         operation = note
         report(done, total, note)
 
-    # A rank cannot compute this: Open MPI binds it to one core.
+    # Computed here, because Open MPI binds each rank to one core, so a rank cannot count the cores of the machine.
     params = {"path": path, "oversubscribed": ranks > read_cpu().cores}
     try:
         return run_on_ranks(context, progress, measure_on_rank, params, ranks=ranks, mpirun=not_none(shutil.which("mpirun")))[0]
@@ -134,14 +137,17 @@ def _run_ranks(context: Context, report: Report, path: str, ranks: int) -> Resul
 
 
 def _run_aware(context: Context, report: Report, ranks: int, stated: str) -> Result:
-    """Pass buffers in device memory, if the library states that it accepts them. An error is a row, since staging works."""
+    """Measure collectives on buffers in device memory, if the MPI library states that it accepts such buffers.
+
+    If a rank fails, a row states the reason. The experiment continues, because the host-staged path does not need this support.
+    """
     if not stated:
         reason = f"host-staged only: neither {' nor '.join(_QUERIES[context.device.kind])} nor a variable states GPU support"
         return _absent(context, reason, ranks=ranks, path=AWARE)
     try:
         return _run_ranks(context, report, AWARE, ranks)
     except RankError as error:
-        # Libraries without the GPU support that they state end a rank with a segmentation fault.
+        # If a library states GPU support that it does not have, a rank ends with a segmentation fault.
         reason = f"refused: the library states {stated}, but {error.what.splitlines()[0]} ({str(error.where).partition(';')[0]})"
         return _absent(context, reason, ranks=ranks, path=AWARE)
 
@@ -186,9 +192,10 @@ def library_of(here: World) -> str:
 
 
 def stated_support(kind: str, environment: Mapping[str, str], query: Callable[[str], int]) -> str:
-    """Return what states that the MPI library accepts buffers of GPUs of this kind, or "" if nothing does.
+    """Return the evidence that the MPI library accepts buffers on this kind of GPU, or "" if there is none.
 
-    `query` calls a function of the library that has no arguments, and returns 0 if there is no function of this name.
+    The evidence consists of query functions of the library that return 1, and of environment variables that are set. `query`
+    takes the name of a function, calls it without arguments, and returns its result, or 0 if the library has no such function.
     """
     found = [f"{name}() = 1" for name in _QUERIES[kind] if query(name)]
     found += [f"{name}={environment[name]}" for name in _ENABLING if environment.get(name, "0") != "0"]
@@ -196,13 +203,13 @@ def stated_support(kind: str, environment: Mapping[str, str], query: Callable[[s
 
 
 def _call_library(name: str) -> int:
-    # The library is already loaded. Its file is looked up, because mpi4py may load it without making its symbols global.
+    # The library is already loaded, but mpi4py may load it without global symbols. So look up its file and open it by path.
     files = sorted(set(re.findall(r"/\S*/libmpi\S*\.so\S*", Path("/proc/self/maps").read_text())))
     return max((getattr(ctypes.CDLL(file), name, int)() for file in files), default=0)
 
 
 def _call_of(name: str) -> Callable[[Tensor, Tensor], None]:
-    """Return the call of a collective, which passes the memory of its tensors to MPI."""
+    """Return a function that runs a collective and passes the memory of the tensors directly to MPI."""
 
     def call(output: Tensor, given: Tensor) -> None:
         from mpi4py import MPI  # pyright: ignore[reportMissingImports]

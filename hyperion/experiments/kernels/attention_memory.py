@@ -144,7 +144,7 @@ def _peak_bytes(context: Context, options: AttentionMemoryOptions, name: str, le
         results = (output, *torch.autograd.grad(output, leaves, grad))
         del results
 
-    step()  # compiles, and creates workspaces that later calls share
+    step()  # the first call compiles, and creates shared workspaces
     gc.collect()
     # The inputs and the workspaces already exist. Only the memory that the pass adds counts.
     standing = torch.cuda.memory_allocated(device.torch_device) if device.kind != "cpu" else 0

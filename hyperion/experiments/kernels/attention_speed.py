@@ -29,7 +29,7 @@ from hyperion.measure import FORMATS, Timing, Verification, largest_error, matmu
 from hyperion.results import Row
 
 METRIC, PASSES = "attention_tflops", ("forward", "backward")
-# Matrix products of a backward pass without atomic additions, relative to those that the FLOP formula counts: seven to five.
+# A backward pass without atomic additions computes seven matrix products. The FLOP formula counts only five.
 _RECOMPUTED = 7 / 5
 # Exponentials per clock cycle. The special function units of an NVIDIA SM and the quarter-rate unit of an AMD CU compute 16.
 # Source: CUDA C++ Programming Guide, throughput of native arithmetic instructions; AMD CDNA 2 ISA, transcendental instructions.
@@ -139,7 +139,12 @@ EXPERIMENT = Experiment(forecast, run, options=AttentionSpeedOptions, forecast_r
 
 @dataclass(frozen=True)
 class _Contender:
-    """An implementation that can run: a function for each pass, and the implementation and kernel that the profiler recorded."""
+    """An implementation that can run.
+
+    Args:
+        calls: function that runs the pass, by name of the pass.
+        seen: implementation and longest kernel that the profiler recorded, by name of the pass.
+    """
 
     calls: dict[str, Callable[[], Outputs]]
     seen: dict[str, tuple[str, str]]
@@ -230,7 +235,8 @@ def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal:
     }
     try:
         calls["backward"]()
-    # Both are subclasses of RuntimeError, but no refusal by the backend, so they must not be converted below.
+    # These errors are subclasses of RuntimeError, but they do not mean that the backend refused the call. So they are not
+    # converted to RefusedError below.
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:  # some backends accept the forward pass and refuse the backward pass

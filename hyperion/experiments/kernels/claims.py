@@ -1,6 +1,7 @@
-"""Claims of the chapter on kernels. A claim is a pair: True if its rows support it, and the sentence to print otherwise.
+"""Claims of the chapter on kernels.
 
-A claim is false if its row is missing or has no value.
+A claim is a pair: whether the rows support it, and the sentence that is printed if they do not. Rows that are missing or have no
+value do not support a claim.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class InterpretedKernelsOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the error of each kernel: that of one rounding to float32."""
+    """Predict that the error of each kernel is that of one rounding to float32."""
     if context.device.kind != "cpu" or why_no_triton():
         return []
     basis = "a sum of float32 numbers that is rounded once has an error of about 2^-24"

@@ -56,7 +56,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """For each operation, time the Triton kernel, PyTorch and a copy of as many bytes in turn, and verify the timed outputs."""
+    """For each operation, time in turn Triton, PyTorch and a copy of the same number of bytes, and verify the timed outputs."""
     options = RowKernelsOptions.of(context)
     rows, frames = [], []
     for done, operation in enumerate(OPERATIONS):

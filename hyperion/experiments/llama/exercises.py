@@ -1,7 +1,7 @@
 """Exercises for chapter 2.6.
 
-In the first exercise the reader computes the targets of an instruction row. In the second the reader writes a check that finds
-token ids without a row in the embedding.
+In the first exercise, the reader computes the targets of an instruction row. In the second exercise, the reader writes a check
+that finds token ids without a row in the embedding.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]
 
 
 def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tuple]) -> pd.DataFrame:
-    """Test a function that makes one fine-tuning row from a prompt and its completion.
+    """Test a function that computes the inputs and targets of one fine-tuning row from a prompt and its completion.
 
     Args:
         my_targets: function of three arguments: the token ids of the prompt, the token ids of the completion including the end of

@@ -1,4 +1,4 @@
-"""Figures of fine-tuning: completion loss, memory of the two methods, and losses on one device and on several ranks."""
+"""Figures of fine-tuning: completion loss, memory of LoRA and of full fine-tuning, and losses on one and on several devices."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def _draw_losses(axes: Axes, material: Material, held_out: list[Row]) -> None:
     axes.set(xlabel="optimizer step", ylabel="nats per completion token", title="Loss on completions")
     axes.margins(y=0.12)
     axes.legend(loc="best")
-    # The labels are outside the panel, because markers and the first part of the curve cover the left end of the upper line.
+    # Put the labels outside the panel. Inside, the markers and the first part of the curve would cover the upper label.
     spread_labels(axes, levels, gap_points=22)
 
 
@@ -78,7 +78,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     The bar's height is the measured peak, its dark part the memory of weights, gradients and optimizer moments. A dashed line
     shows the predicted peak.
     """
-    # Rows with the peak of an epoch cover more than one step. Only rows of a single step have the param "parameters".
+    # Select the rows of a single step, which have the param "parameters". Other rows contain the peak memory of an epoch.
     rows = [row for row in rows if "parameters" in row.params]
     metric, name = next((m, n) for m, n in _MEMORY if select(rows, metric=m) or m == _MEMORY[-1][0])
     chosen = select(rows, metric=metric)

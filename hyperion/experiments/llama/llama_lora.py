@@ -49,7 +49,8 @@ from hyperion.workloads.fine_tuning import (
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_ceiling
 
 METHODS = (LORA, FULL)
-MERGED_TOLERANCE = 1e-4  # for the logits of merged adapters: merging rounds W + B A, and terms are added in another order
+# Tolerance for the logits after merging. Merging rounds W + B A, and the terms of a product are added in another order.
+MERGED_TOLERANCE = 1e-4
 _STANDARD_ERRORS = 4.0
 
 
@@ -66,7 +67,7 @@ class LlamaLoraOptions(FineTuningOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the memory of a step, the share of trained parameters, and the loss before training.
 
-    The throughput has only a ceiling and no prediction.
+    For the throughput, return only an upper bound.
     """
     options = LlamaLoraOptions.of(context)
     data = options.data(context, quiet=True)
@@ -167,9 +168,9 @@ def adapter_rows(
         base_sha256: `frozen_sha256` of the base model before training. The base weights must not have changed.
     """
     device, dtype = engine.device.torch_device, frozen_dtype(engine.precision)
-    # Before `probe_logits`, which converts the model to float32 and thus changes the bytes of its weights.
+    # Compute the hash before `probe_logits`, which converts the model to float32 and thus changes the bytes of its weights.
     changed = frozen_sha256(engine.model) != base_sha256
-    # Also before that conversion, so that the adapters are saved as trained.
+    # Save the adapters before this conversion, too, so that they keep the number format of the training.
     path = save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     trained = probe_logits(engine.model, data, device)
     del engine.model, engine.optimizer
@@ -191,7 +192,7 @@ def adapter_rows(
 def _step_rows(
     context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, shape: LlamaShape
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows and samples of the memory and speed of a LoRA step.
+    """Measure the memory and speed of a LoRA step, and return the rows and samples.
 
     The batch is the same as in the full fine-tuning step.
     """
@@ -218,9 +219,9 @@ def restored_adapters(model: nn.Module) -> Iterator[None]:
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
-    """Return the rows with the peak memory of one step: the tensor bytes, and on an accelerator the allocator's peak.
+    """Return the rows with the peak memory of one step: the tensor bytes, and on an accelerator also the allocator's peak.
 
-    On a CPU the resident memory of the process is not recorded, because it depends mostly on what the process did before.
+    On a CPU, the resident memory of the process is not recorded, because it depends mostly on earlier work of the process.
 
     Args:
         shared: dtype, params and data source of all rows.
@@ -244,9 +245,9 @@ def _memory_rows(
 def _speed_rows(
     context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, shared: dict
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows and samples of a LoRA step's speed: its time, its MFU (model FLOPs utilization) and two throughputs.
+    """Time a LoRA step. Return rows with its time, its MFU (model FLOPs utilization) and two throughputs, and the samples.
 
-    One throughput counts all tokens, the other only tokens with a loss.
+    One throughput counts all tokens. The other counts only tokens with a loss.
     """
     read = shared | {"params": shared["params"] | {"batch": counts.tokens, "tokens": "prompt and completion"}}
     learned = shared | {"params": shared["params"] | {"batch": counts.completion_tokens, "tokens": "completion"}}
@@ -355,11 +356,12 @@ def _memory_forecast(
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
     """Return a dict that maps each part of a step's peak memory to its bytes.
 
-    The peak occurs at the start or at the end of the backward pass. At the start there are logits but no gradients; at the end,
-    gradients but no logits. Activations of the decoder layers are ignored, because they are small for short rows.
+    The peak occurs at the start or at the end of the backward pass. At the start, the logits exist and the gradients do not. At
+    the end, the gradients exist and the logits do not. Activations of the decoder layers are ignored, because they are small for
+    short rows.
     """
     whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
-    # 4 bytes per trained parameter are its gradient, which does not exist yet at the start of the backward pass.
+    # The gradient takes 4 bytes per trained parameter. It does not exist yet at the start of the backward pass.
     start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
     if dtype == "bf16" and method == FULL:
         start["16-bit copies of the weights"] = 2 * trained
@@ -383,9 +385,9 @@ def _share_forecast(shape: LlamaShape) -> Forecast:
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:
-    """Return a dict that maps each cause to its bytes of memory traffic in a LoRA step.
+    """Return a dict that maps each cause of memory traffic in a LoRA step to its bytes.
 
-    The causes are the frozen weights, which the forward and the backward pass read, and the logits.
+    The causes are the logits and the frozen weights. The forward pass and the backward pass each read the frozen weights.
     """
     stored = (2 if dtype == "bf16" else 4) * llama_parameter_count(shape)
     return {"frozen weights": 2 * stored, "logits": 2 * logits_bytes(shape, dtype, counts.positions)}

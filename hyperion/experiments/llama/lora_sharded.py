@@ -65,7 +65,8 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
     """Options for the `lora_sharded` experiment.
 
     Args:
-        parity_model: name of the random configuration whose losses are compared in float32. `model` is only timed.
+        parity_model: name of the model with random weights whose losses are compared in float32. For `model`, only the speed and
+            the memory are measured.
     """
 
     parity_model: str
@@ -76,7 +77,7 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the number of FSDP units, the largest difference between the losses, and each rank's share of the parameters."""
+    """Predict the number of FSDP units, the largest difference between the losses, and each rank's share of parameter bytes."""
     options = LoraShardedOptions.of(context)
     ranks, steps = options.rank_count(context, options.batch_size), options.steps
     layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
@@ -118,16 +119,19 @@ EXPERIMENT = Experiment(forecast, run, data=DATA, options=LoraShardedOptions)
 
 
 def on_rank(context: Context, report: Report) -> Result:
-    """Compare losses and save the adapters of a small float32 model. Then measure the memory and speed of the large model."""
+    """Run all training of the experiment. Every rank runs this function.
+
+    Compare the losses of a small float32 model and save its adapters. Then measure the memory and speed of the large model.
+    """
     options = LoraShardedOptions.of(context)
     small = options.of_parity_model()
     data = rank_zero_first(lambda: small.data(context))
     engine = _engine(context, small, data, _EXACT, _alone())
-    # Hash of the whole base, taken before a second engine shards it. The saved adapters record this hash.
+    # Compute the hash of the whole base model before the second engine shards it. The saved adapters contain this hash.
     base_sha256 = frozen_sha256(engine.model)
     alone = _train(context, small, report, data, engine, "one device")
     engine = _engine(context, small, data, _EXACT, world())
-    # Hash of this rank's shards only, for the comparison after training.
+    # This hash covers only the shards of this rank. It is compared with the hash after training.
     shards_sha256 = frozen_sha256(engine.model)
     losses = _train(context, small, report, data, engine, "all ranks")
     rows = [*_layout_rows(context, data, engine), _frozen_row(context, data, engine, shards_sha256)]
@@ -170,7 +174,7 @@ def _train(
 ) -> list[float]:
     """Train the model and return the loss of every step.
 
-    If several ranks share a batch, it is the loss of the whole batch.
+    If several ranks share a batch, the loss is that of the whole batch.
     """
     batches = _batches(context, options, data, _alone() if engine.ranks == 1 else world())
     losses = []

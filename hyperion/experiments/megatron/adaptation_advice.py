@@ -1,8 +1,8 @@
-"""Which advice of the adaptation guide holds?
+"""Which recommendations of the adaptation guide are valid for this release of megatron-core?
 
-An option holds if the parser of the release has it. A variable can have an effect only if a library contains its name: a library
-reads a variable by its name. The libraries of this machine are searched, and `rocm_readers.toml` lists the readers in the sources
-of ROCm.
+The guide recommends command-line options and environment variables. An option is valid if the argument parser of the release has
+it. A variable can have an effect only if some library contains its name, because libraries read variables by name. The experiment
+searches the libraries of this machine. `rocm_readers.toml` lists the places in the sources of ROCm that read a variable.
 """
 
 import mmap
@@ -31,7 +31,7 @@ _FOLDER = Path(__file__).parent
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict nothing: the guide claims that all its advice holds, so all counts would be at least 1."""
+    """Predict what the guide claims: each recommended option occurs in the parser."""
     names = [entry["name"] for entry in advice()["option"]]
     return [
         Forecast(name, "count", 1, "the guide recommends it", params={"where": OPTIONS, "what": "occurrences in the parser"})
@@ -71,12 +71,12 @@ def advice() -> dict:
 
 
 def parser() -> dict:
-    """Return the facts about the parser of the release, as in `parser_options.toml`."""
+    """Return the content of `parser_options.toml`: the facts about the argument parser of the release."""
     return tomllib.loads((_FOLDER / "parser_options.toml").read_text("utf-8"))
 
 
 def rocm_readers() -> dict[str, list[str]]:
-    """Return the places in the sources of ROCm that read each variable, as in `rocm_readers.toml`."""
+    """Return, for each variable, the places in the sources of ROCm that read it. They are listed in `rocm_readers.toml`."""
     return tomllib.loads((_FOLDER / "rocm_readers.toml").read_text("utf-8"))["readers"]
 
 
@@ -93,7 +93,10 @@ def verdict_on(option: str) -> tuple[str, str]:
 
 
 def libraries() -> dict[str, list[Path]]:
-    """Return the files in which variables are searched: shared libraries, and Python files. A place without files is empty."""
+    """Return the files in which names of variables are searched, by place: shared libraries and Python files.
+
+    The list of a place that is not on this machine is empty.
+    """
     root = Path(torch.__file__).parent
     try:
         megatron = sorted(find_release().rglob("*.py"))
@@ -112,7 +115,7 @@ def libraries() -> dict[str, list[Path]]:
 
 
 def files_with(names: list[str], files: list[Path]) -> dict[str, list[Path]]:
-    """Return for each name the files that contain it as a whole word, such as NCCL_DEBUG but not NCCL_DEBUG_FILE."""
+    """Return, for each name, the files that contain it as a whole word. NCCL_DEBUG_FILE does not count as NCCL_DEBUG."""
     found: dict[str, list[Path]] = {name: [] for name in names}
     for path in files:
         if path.stat().st_size == 0:

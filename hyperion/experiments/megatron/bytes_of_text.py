@@ -1,4 +1,4 @@
-"""The tokens of this chapter: the bytes of WikiText-2. The vocabulary has 256 tokens, so that toy models have small heads."""
+"""The tokens of this chapter: the bytes of WikiText-2. With only 256 tokens, the output layers of toy models are small."""
 
 import numpy as np
 import torch

@@ -1,8 +1,8 @@
 """Do the shapes that the guide documents need the memory that a formula predicts?
 
-The guide has four shapes: on one GPU, with two replicas, with two tensor-parallel ranks, and with two stages. They keep their
-numbers of layers and heads here; width and length are divided. A step is done, and then the bytes of parameters, gradients and
-moments of Adam are counted on each rank.
+The guide has four shapes: on one GPU, with two replicas, with two tensor-parallel ranks, and with two stages. Here the numbers of
+layers and heads are those of the guide, but width and length are divided by `divisor`. Each rank trains for one step. Then it
+counts the bytes of its parameters, its gradients and its moments of Adam.
 """
 
 import pandas as pd
@@ -65,7 +65,7 @@ class DocumentedShapesOptions(RankOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict 4 bytes for each parameter and each gradient, and 8 for the moments, of the parameters of rank 0."""
+    """Predict 16 bytes for each parameter of rank 0: 4 for its value, 4 for its gradient, and 8 for its moments."""
     options = DocumentedShapesOptions.of(context)
     ranks, basis = _ranks(context, options), "rank 0: 4 + 4 + 8 bytes for each of its parameters"
     return [
@@ -84,7 +84,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Start the ranks once, and do a step with each shape."""
+    """Start the ranks once, and train for one step with each shape."""
     options = DocumentedShapesOptions.of(context)
     ranks = _ranks(context, options)
     rows = []
@@ -102,7 +102,7 @@ EXPERIMENT = Experiment(forecast, run, options=DocumentedShapesOptions)
 
 
 def step_on_rank(context: Context, report: Report) -> Result:
-    """On one rank, do a step with each shape that these ranks can run, and count the bytes of its state."""
+    """On one rank, train for one step with each shape that these ranks can run, and count the bytes of its state."""
     options = DocumentedShapesOptions.of(context)
     use_adapted()
     from hyperion.parallel.megatron import gpt

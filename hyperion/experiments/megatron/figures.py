@@ -40,7 +40,7 @@ def megatron_parity(material: Material) -> Figure | None:
     axes.set(xscale="log", xlabel="largest relative difference of all steps", yticks=range(len(names)), yticklabels=names)
     axes.invert_yaxis()
     axes.margins(x=0.08)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)  # above, because inside it would hide a line
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)  # above the axes, so that it hides no line
     add_notes(figure, absences([row for row in material.of("megatron_parity") if row.value is None], lambda row: row.variant))
     return figure
 

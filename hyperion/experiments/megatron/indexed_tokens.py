@@ -1,4 +1,7 @@
-"""Does the reader of token files of this library agree with megatron-core's writer and reader?"""
+"""Does this library read megatron-core's token files correctly?
+
+megatron-core writes a file. Then megatron-core's reader and this library's reader read it, and the results are compared.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The state machine of the dynamic loss scale, on megatron-core's own scaler.
+"""How does megatron-core's dynamic loss scale react to overflows and to clean steps?
 
 The adaptation guide uses an initial scale of 4096, a minimum of 1, and a window of 1000 steps.
 """
@@ -10,7 +10,7 @@ from hyperion.chapter.variants import run_variant
 from hyperion.parallel.megatron.release import adapted_copy, use_adapted, why_unavailable
 
 INITIAL, MINIMUM, WINDOW = 4096.0, 1.0, 1000
-# What happens, as (overflow, number of steps), and the scale afterwards if one overflow halves it.
+# For each scenario: its events as (overflow, number of steps), and the final scale if every overflow halves the scale.
 SCENARIOS: dict[str, tuple[tuple[tuple[bool, int], ...], float]] = {
     "no step": ((), 4096.0),
     "one overflow": (((True, 1),), 2048.0),
@@ -29,7 +29,8 @@ class LossScaleOptions(Options):
     """Options of `loss_scale_states`.
 
     Args:
-        hysteresis: numbers of overflows before the scale is halved. The default of megatron-core is 2.
+        hysteresis: values of megatron-core's option `hysteresis`, whose default is 2. With the value n, the n-th overflow is the
+            first one that halves the scale.
     """
 
     hysteresis: tuple[int, ...]
@@ -38,7 +39,7 @@ class LossScaleOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict that each overflow halves the scale, as the guide says.
 
-    The first prediction, which the reader guesses, is that of one overflow with the default hysteresis of megatron-core.
+    The reader is asked to guess the first prediction. It is that of one overflow with the default hysteresis of megatron-core.
     """
     options = LossScaleOptions.of(context)
     basis = "an overflow halves the scale, 1000 clean steps double it, and it is at least 1"
@@ -52,7 +53,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Drive the scaler through all scenarios, in a process of its own."""
+    """Run all scenarios in a separate process."""
     if reason := why_unavailable():
         rows = [
             context.absent_row(name, "loss_scale", reason, params=_params(hysteresis))
@@ -68,7 +69,7 @@ EXPERIMENT = Experiment(forecast, run, options=LossScaleOptions)
 
 
 def drive_scaler(context: Context, report: Report) -> Result:
-    """Drive megatron-core's scaler through all scenarios. The check compares it with `expected_scale`."""
+    """Run all scenarios with megatron-core's scaler. The check compares the final scale with `expected_scale`."""
     use_adapted()
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler  # pyright: ignore[reportMissingImports]
 
@@ -94,10 +95,10 @@ def drive_scaler(context: Context, report: Report) -> Result:
 
 
 def expected_scale(events: tuple[tuple[bool, int], ...], hysteresis: int) -> float:
-    """Return the scale after some events.
+    """Return the loss scale after a sequence of events.
 
-    An overflow uses up one unit of tolerance. Without tolerance, each overflow halves the scale. `WINDOW` clean steps in a row
-    double the scale and restore the tolerance.
+    The scaler tolerates `hysteresis` - 1 overflows. After that, each overflow halves the scale. `WINDOW` clean steps in a row
+    double the scale and reset the count of tolerated overflows.
 
     Args:
         events: (overflow, number of steps), in order.

@@ -46,7 +46,10 @@ CUDA_ONLY = (
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict that each change applies once, that nothing applies twice, and that no byte differs after the revert."""
+    """Predict that adapting changes one file per change, that adapting again changes none, and that reverting restores all bytes.
+
+    The last prediction is that the imports load no CUDA package.
+    """
     applied = Forecast(APPLIED, "count", len(changes()), "one file for each change", params=_params("files changed"))
     return [
         applied,
@@ -88,7 +91,7 @@ EXPERIMENT = Experiment(forecast, run)
 
 
 class CudaBlocker(importlib.abc.MetaPathFinder):
-    """An import hook that refuses packages that need CUDA, and remembers which of them were asked for."""
+    """Import hook that refuses packages that need CUDA, and records which of them the program tried to import."""
 
     def __init__(self):
         self.refused: set[str] = set()

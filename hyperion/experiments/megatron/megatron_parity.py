@@ -1,4 +1,4 @@
-"""Does megatron-core compute the same training as this library, with each of its layouts?
+"""Does megatron-core train with the same losses and gradient norms as a plain loop, in each of its layouts?
 
 All layouts start from the weights of the same Llama and get the same tokens. A plain loop on one device is the reference.
 """
@@ -80,7 +80,7 @@ def why_not(ranks: int, needed: int) -> str:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict one rounding error of float32 for each step, and the share of the optimizer's state on a rank."""
+    """Predict the difference of the losses (one float32 rounding error per step), and a rank's share of the optimizer state."""
     options = MegatronParityOptions.of(context)
     ranks = options.rank_count(context, options.batch_size)
     steps = options.steps
@@ -114,7 +114,7 @@ def run(context: Context, report: Report) -> Result:
             rows.append(context.absent_row(name, "relative_difference", reason, dtype="fp32", params=params))
     if len(rows) == len(options.layouts):
         return Result(rows, pd.DataFrame())
-    adapted_copy()  # before the ranks, which would all create it
+    adapted_copy()  # before the ranks start, because each of them would create it
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
     return Result(rows + merged(results).rows, results[0].samples, results[0].source)
 
@@ -140,7 +140,7 @@ def train_on_rank(context: Context, report: Report) -> Result:
         losses, norms, state = train_with(context, options, layout, tokens)
         curves.append(_curve(name, losses, norms))
         columns = {"dtype": "fp32", "data_source": source}
-        stage = world().rank // (ranks // layout.pipeline)  # the order of megatron-core: the stages vary slowest
+        stage = world().rank // (ranks // layout.pipeline)  # megatron-core numbers the ranks stage by stage
         share = state / (8 * rank_parameters(random_llama_shape(options.model, VOCABULARY), layout, stage))
         promised = _promised_share(layout, ranks)
         check = checked("share that the layout promises", abs(share / promised - 1), 0.02)
@@ -188,7 +188,7 @@ def plain_losses(context: Context, options: ToyOptions, tokens_SBT: Tensor) -> t
 def train_with(
     context: Context, options: ToyOptions, layout: MegatronLayout, tokens_SBT: Tensor
 ) -> tuple[list[float], list[float], int]:
-    """Train with megatron-core on all ranks. Return the losses, the gradient norms, and the bytes of the moments of Adam here."""
+    """Train with megatron-core on all ranks. Return losses, gradient norms, and the bytes of Adam's moments on this rank."""
     from hyperion.parallel.megatron import gpt
 
     with gpt.model_parallel(layout):
@@ -207,7 +207,7 @@ def train_with(
 
 
 def mean_over_ranks(loss: float | None, device: torch.device) -> float:
-    """Return the mean of the losses of all ranks that have one. Replicas have parts of equal size."""
+    """Return the mean of the losses over all ranks that have one. It is not weighted, because replicas have equal parts."""
     total = torch.tensor([loss or 0.0, float(loss is not None)], dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return float(total[0] / total[1])

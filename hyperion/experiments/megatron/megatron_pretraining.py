@@ -36,7 +36,7 @@ class MegatronPretrainingOptions(ToyOptions):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict nothing for the loss: it depends on the training. The entropy of single bytes is its upper bound."""
+    """Return a forecast without a value, because the loss depends on the text. It should be below the entropy of single bytes."""
     basis = "no estimate: the text decides; it should be below the entropy of single tokens"
     return [Forecast(TRAINED, "validation_loss", None, basis, params=_params(MegatronPretrainingOptions.of(context)))]
 

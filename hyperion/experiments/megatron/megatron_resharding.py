@@ -95,7 +95,7 @@ def reshard_on_rank(context: Context, report: Report) -> Result:
         fresh_BTV = gpt.full_logits(model, probe_BT)
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
         after_BTV = gpt.full_logits(model, probe_BT)
-    # The last rank has the last stage, and so the logits of both layouts.
+    # The last rank has the logits of both layouts, because it belongs to the last stage.
     if before_BTV is None or after_BTV is None or fresh_BTV is None or world().rank != world().size - 1:
         return Result([], pd.DataFrame(), source)
     scale = before_BTV.abs().max()
@@ -103,7 +103,7 @@ def reshard_on_rank(context: Context, report: Report) -> Result:
     error = float((after_BTV - before_BTV).abs().max() / scale)
     check = "logits of the layout that saved"
     row = context.error_row(_name(options), "relative_difference", error, check, TOLERANCE, params=_params(options), **columns)
-    # Without this row, two models that ignore the checkpoint would also agree.
+    # This row shows that loading changes the logits. Without it, two models that ignore the checkpoint would pass the check too.
     moved = float((fresh_BTV - before_BTV).abs().max() / scale)
     unloaded = context.row("before loading", "logit_change", moved, params=_params(options), **columns)
     return Result([row, unloaded], pd.DataFrame(), source)

@@ -1,9 +1,11 @@
 """How long does a stage of a pipeline wait?
 
-With p stages and m micro-batches, a stage works for m of the m + p - 1 times that a micro-batch takes. The rest is the bubble.
-A stage waits while it runs neither a forward nor a backward pass. The times of these passes are measured inside the schedule of
-megatron-core. A slope of the step time over m would not do: any fixed cost of a step looks like a bubble there, and stages that
-wait for each other in turn look like none.
+With p stages and m micro-batches, a step takes m + p - 1 times as long as one micro-batch takes on a stage. A stage works for m
+of these m + p - 1 units of time, and it waits for the rest. This waiting time is called the bubble.
+
+A stage waits while it runs neither a forward nor a backward pass. The experiment measures the times of these passes inside the
+schedule of megatron-core. The bubble cannot be computed from the slope of the step time over m: every fixed cost of a step would
+count as bubble, and the waiting time of stages that wait for each other in turn would not.
 """
 
 import time
@@ -80,13 +82,13 @@ EXPERIMENT = Experiment(forecast, run, options=PipelineBubbleOptions)
 
 
 def waits(samples: pd.DataFrame) -> dict[int, list[float]]:
-    """Return, for each number of micro-batches, the fraction of each step in which a stage waits, as the mean over the stages.
+    """Return the fraction of each step during which a stage waits (mean over the stages), by number of micro-batches.
 
     Args:
         samples: a row per rank and step, with the columns micro_batches, round, step_s and busy_s. `busy_s` is the time of the
             forward and backward passes of the rank.
     """
-    # The step of the pipeline ends with its last rank.
+    # A step ends when its slowest rank ends.
     steps = samples.groupby(["micro_batches", "round"]).agg(step_s=("step_s", "max"), busy_s=("busy_s", "mean"))
     shares = 1 - steps.busy_s / steps.step_s
     return {int(str(count)): values.tolist() for count, values in shares.groupby(level="micro_batches")}
@@ -125,7 +127,7 @@ def time_on_rank(context: Context, report: Report) -> Result:
 
 
 class _Passes:
-    """Timer of a step and of the passes in it. On a GPU, it uses events, so that the schedule waits for nothing."""
+    """Timer of a step and of its passes. On a GPU, it records events, so that the timing does not block the schedule."""
 
     def __init__(self, device: Device):
         self._on_cpu = device.kind == "cpu"
@@ -142,7 +144,7 @@ class _Passes:
         return end - start if self._on_cpu else start.elapsed_time(end) / 1e3
 
     def timed(self, function: Callable) -> Callable:
-        """Return `function` with a record of the time of each call."""
+        """Wrap a function, so that the start and the end of each call are recorded."""
 
         @wraps(function)
         def call(*args, **kwargs):

@@ -1,8 +1,9 @@
-"""Are the layouts of the guide possible, and are they necessary?
+"""Are the layouts that the guide recommends possible, and would smaller ones be enough?
 
-The guide recommends a layout for five sizes of models. A planner rejects what cannot be divided or does not fit, and finds the
-layout with the fewest ranks of a replica. Full recomputation is used only if nothing fits without it. Nothing is measured here:
-the parameters of a rank come from the formula that `documented_shapes` checks, and the activations from a published formula.
+The guide recommends a layout for five sizes of models. A planner rejects a layout if the model cannot be divided that way or does
+not fit into memory. It also finds the layout with the fewest ranks per replica. Full recomputation is used only if nothing fits
+without it. Nothing is measured here. The number of parameters of a rank comes from the formula that `documented_shapes` checks,
+and the size of the activations comes from a published formula.
 """
 
 import pandas as pd
@@ -27,7 +28,8 @@ class Recommendation(Table):
         name: size of the model, as in the guide.
         like: name of the Llama whose shape stands for this size.
         width, layers, heads, key_value_heads, mlp_width: shape of this Llama.
-        ranks, tensor, pipeline: the recommended layout. The rest of the ranks are replicas.
+        ranks, tensor, pipeline: the recommended layout: number of ranks, tensor-parallel ranks, and stages. The number of
+            replicas is ranks / (tensor · pipeline).
     """
 
     name: str
@@ -86,7 +88,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Return for each model the bytes of the guide's layout or why it is rejected, and the bytes of the smallest layout."""
+    """Return, for each model, the bytes that the guide's layout and the smallest layout need on the fullest rank.
+
+    If a layout is rejected, its rows contain the reason instead.
+    """
     options = RecommendedLayoutsOptions.of(context)
     memory, rows, possible = options.memory_bytes(), [], 0
     stored, recomputed = (Batch(options.sequence_length, options.micro_batch_size, recompute) for recompute in (False, True))
@@ -117,7 +122,7 @@ def _rows(
     batch: Batch,
     reason: str,
 ) -> list[Row]:
-    """Return the bytes of the state, and those of state and activations, or the reason of a rejection."""
+    """Return two rows for a layout: the bytes of the state, and of state and activations together, or why it is rejected."""
     params = {"what": what, "like": one.like, "ranks": one.ranks, "device": options.device}
     recomputation = {"recomputation": "full" if batch.recompute else "none"}
     size = {"sequence_length": batch.sequence_length, "micro_batch_size": batch.micro_batch_size} | recomputation
@@ -125,7 +130,7 @@ def _rows(
         absent = (("model_state_bytes", params), ("training_bytes", params | size))
         return [context.absent_row(one.name, metric, reason, dtype="bf16", params=its) for metric, its in absent]
     shape = one.shape(options.vocabulary)
-    # All ranks of a replica together have each matrix once, and each norm once for each rank that shares the matrices.
+    # The ranks of a replica together hold each matrix once. They hold each norm once per tensor-parallel rank.
     norms = shape.hidden_size * (2 * shape.num_hidden_layers + 1)
     everywhere = layout.tensor * sum(rank_parameters(shape, layout, stage) for stage in range(layout.pipeline))
     expected = llama_parameter_count(shape) + (layout.tensor - 1) * norms

@@ -42,8 +42,8 @@ from hyperion.workloads.workloads import (
 
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
-# If the norm of a gradient is below this share of the norm of all gradients, the gradient consists only of rounding errors. An
-# example is the gradient of a bias that has no effect because a softmax follows it.
+# A gradient whose norm is below this share of the norm of all gradients consists only of rounding errors. An example is the
+# gradient of a bias that has no effect, because a softmax follows it.
 _NEGLIGIBLE = 1e-4
 
 
@@ -64,8 +64,8 @@ class ActivationCheckpointingOptions(Options):
 
     Args:
         precision: number format of the steps, or "auto".
-        policies: policies that are compared with a step without checkpointing.
-        budget_share: memory that the policy "budget" must save, as a share of the memory that checkpointing every block saves.
+        policies: checkpointing policies to compare with a step without checkpointing.
+        budget_share: memory that the policy "budget" must save, divided by the memory that checkpointing of every block saves.
         depths: numbers of layers of the language model for which activation memory is measured.
         time_limit_s: seconds of timing for each model, shared by all policies.
         language: the language model and its batch.
@@ -115,15 +115,15 @@ class _Setup:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up under each policy, and the peak memory with the memory estimator.
+    """Predict the speed-up under each policy. Also predict the peak memory, with the memory estimator.
 
-    The reader guesses the value of the first prediction.
+    The reader of the chapter guesses the value of the first prediction before the measurement.
     """
     setup = _Setup.of(context)
     lines = [line for kind in KINDS for plan in setup.plans(kind) for line in _policy_forecasts(setup, kind, plan)]
     for layers in setup.options.depths:
         lines += [_depth_forecast(setup, setup.deep(layers), policy) for policy in (NONE, EVERY_BLOCK)]
-    # False sorts first, so the prediction that the reader guesses is the speed-up of EVERY_BLOCK.
+    # Put the speed-up of EVERY_BLOCK first, because the reader guesses the first prediction. False sorts before True.
     lines.sort(key=lambda line: line.params["checkpointing"] != EVERY_BLOCK or line.metric != "speedup")
     return lines
 
@@ -131,7 +131,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Measure memory, gradients and step time under each policy, and activation memory for each number of layers.
 
-    The timed steps of all policies alternate.
+    The steps of all policies are timed in alternation.
     """
     setup = _Setup.of(context)
     plans = {kind: setup.plans(kind) for kind in KINDS}
@@ -158,7 +158,7 @@ EXPERIMENT = Experiment(forecast, run, options=ActivationCheckpointingOptions)
 
 
 def measure_memory(context: Context, report: Report, kind: str, checkpointing: str, blocks: int | None) -> Result:
-    """Measure the peak memory of the forward and backward pass, which includes weights and optimizer state."""
+    """Measure the peak memory of the forward and backward pass. It includes weights and optimizer state."""
     setup = _Setup.of(context)
     work, device = setup.work(kind), context.device
     plan = ParallelPlan(checkpointing=checkpointing, checkpointed_blocks=blocks)
@@ -197,16 +197,20 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
     with TensorMemory(engine.device, [*present, *batch]) as memory, engine.precision.products():
         with SavedForBackward([*present, *batch]) as saved, engine.precision.autocast(engine.device):
             loss = engine.summed_loss(batch) / items
-        # Read between the forward and the backward pass, when all saved activations exist.
+        # Read the memory between the forward and the backward pass, when all saved activations exist.
         saved_bytes = saved.bytes
         engine.scaler.backward(loss)
     return PassMemory(saved_bytes, memory.peak_bytes)
 
 
 def largest_difference(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the largest relative difference (in the Frobenius norm) between a tensor and the reference of the same name."""
+    """Return the largest relative difference between a tensor and its reference, in the Frobenius norm.
+
+    The reference of a tensor is the tensor in `reference` with the same name.
+    """
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
-    # Gradients near zero consist only of rounding errors, so their difference is divided by a share of the norm of all gradients.
+    # A gradient near zero consists only of rounding errors, and its relative difference is meaningless. In this case, divide by a
+    # share of the norm of all gradients instead.
     floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max(
         (tensors[name].double() - tensor.double()).norm().item() / max(norms[name], floor) for name, tensor in reference.items()
@@ -219,9 +223,9 @@ def _params(work: Workload, plan: ParallelPlan) -> dict:
 
 
 def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) -> list[Row]:
-    """Return rows that compare each policy with a step without checkpointing.
+    """Return rows that compare the results of a step under each policy with those of a step without checkpointing.
 
-    The rows contain the relative difference of the fp32 gradients, and that of the running statistics of BatchNorm.
+    The rows contain the relative difference of the fp32 gradients and of BatchNorm's running statistics.
     """
     plain, *others = (_gradients(context, work, plan) for plan in plans)
     rows = []
@@ -259,8 +263,8 @@ def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[di
 
 @contextlib.contextmanager
 def _deterministic_convolutions() -> Iterator[None]:
-    # The fastest kernels add the parts of a weight gradient in the order in which threads finish. On an H200, the results of two
-    # runs differ by 2e-5. This would hide a difference caused by checkpointing.
+    # Use deterministic kernels. The fastest kernels add the parts of a weight gradient in the order in which threads finish. On
+    # an H200, the results of two runs then differ by 2e-5. This would hide a difference caused by checkpointing.
     before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     try:
         yield
@@ -276,7 +280,7 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
             setup.dtype,
             {name: value for name, value in _params(work, plan).items() if name != "batch"},
             partial(work.engine, setup.dtype, context.device, context.seed, applied(plan, context.device)),
-            # The recomputed FLOPs are part of the minimum work of this policy, but the MFU does not count them.
+            # The minimum work of this policy includes the recomputed FLOPs. The MFU (model FLOPs utilization) does not.
             work.least_flops + _recomputed_flops(work, plan),
         )
         for plan in plans
@@ -286,7 +290,7 @@ def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
 
 
 def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
-    """Return the FLOPs of the forward pass that the backward pass recomputes, per token or per image."""
+    """Return the FLOPs of the part of the forward pass that the backward pass recomputes, per token or per image."""
     shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / work.blocks}
     return work.block_flops * shares[plan.checkpointing]
 

@@ -19,7 +19,7 @@ _BLOCKS, _WIDTH, _BATCH = 8, 32, 64
 
 
 def judge_largest_batch(answer: int | None, peak_gib: Callable[[int], float], memory_gib: float) -> str:
-    """Return a sentence that judges the reader's answer to the question of how large a batch fits into memory.
+    """Judge the reader's answer to the question which batch size is the largest that fits into memory. Return a sentence.
 
     Args:
         answer: the batch size given by the reader, or None if there is no answer yet.
@@ -54,7 +54,7 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
 
 
 class _Deep(nn.Module):
-    """A model of eight blocks. `checkpointed` of these blocks, evenly spaced, use activation checkpointing."""
+    """A model with eight blocks. `checkpointed` is the number of blocks that use activation checkpointing, evenly spaced."""
 
     def __init__(self, checkpointed: int):
         super().__init__()

@@ -10,8 +10,8 @@ from hyperion.figures.material import Material, Plot, measured, memory_unit
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
-# Parts of a bar from bottom to top, with the index of their colour in COLOURS. Tensors that exist during the whole step come
-# first, then temporary tensors.
+# Parts of a bar from bottom to top. Each part has the index of its colour in COLOURS. Tensors that exist during the whole step
+# come first, then temporary tensors.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
 _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "recomputed": COLOURS[4],

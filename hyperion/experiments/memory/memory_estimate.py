@@ -75,7 +75,7 @@ Cell = Annotated[LanguageCell | ImageCell, Field(discriminator="kind")]
 
 
 class Question(_Step, frozen=True):
-    """The question of how many sequences a batch may have so that a training step still fits into memory.
+    """Options for the question how many sequences a batch can have so that a training step still fits into memory.
 
     Args:
         kind: always "language".
@@ -150,7 +150,7 @@ def run(context: Context, report: Report) -> Result:
     jobs = [{"cell": number} for number in range(len(options.cells))]
     jobs.append({"batch_size": batch})
     if context.device.kind != "cpu":
-        # This step must run out of memory, to show that the predicted batch is not merely small.
+        # This step must run out of memory. Otherwise, the predicted batch size is too small.
         jobs.append({"batch_size": math.ceil(_TOO_LARGE * batch)})
     results = run_counted(context, report, measure_cell, jobs)
     name = workload(question.cell(batch)).name
@@ -162,9 +162,9 @@ EXPERIMENT = Experiment(forecast, run, options=MemoryEstimateOptions)
 
 
 def measure_cell(context: Context, report: Report, cell: int | None = None, batch_size: int | None = None) -> Result:
-    """Measure one training step after warm-up.
+    """Measure the memory of one training step after warm-up.
 
-    The peak memory is read from the allocator. The parts of the memory are obtained by counting the tensors at each operator.
+    The peak memory is read from the allocator. To measure the parts of the memory, the tensors are counted at each operator.
     Exactly one of `cell` and `batch_size` must be given.
 
     Args:
@@ -206,7 +206,7 @@ def _measured(work: Workload, cell: Cell, device: Device, row: partial[Row], par
         rows.append(row("reserved_memory_gib", reserved_bytes / GIB, params=params))
     if "memory_gib" in params:
         return rows
-    # Use a separate step, because counting at each operator slows it down and is not needed for the allocator's peak.
+    # Count the tensors in a separate step. Counting at each operator is slow, and the allocator's peak does not need it.
     timeline = MemoryTimeline(engine.model, standing)
     with timeline:
         engine.train_step(batch)

@@ -38,8 +38,8 @@ class MemoryPhasesOptions(Options):
     Args:
         dtypes: number formats to measure.
         parts_tolerance: largest allowed relative difference between the sum of the parts and the bytes of all tensors.
-        allocator_tolerance: largest allowed difference between the growth of the allocator's memory and the growth of the tensors
-            since the end of the first phase, as a share of the allocator's memory.
+        allocator_tolerance: largest allowed difference between two numbers: the growth of the allocator's memory since the end of
+            the first phase, and the growth of the tensors. It is a share of the allocator's memory.
         language: the language model and its batch.
         image: the ResNet-18 and its batch.
     """
@@ -148,7 +148,7 @@ def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
         norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), engine.clip_norm)
         engine.scaler.step(engine.optimizer, norm)
         moments.append(look(PHASES[3]))
-    # After the last reading, because the gradients still count in the phase "after step".
+    # Clear the gradients after the last reading, because they still count in the phase "after step".
     engine.optimizer.zero_grad()
     return moments
 
@@ -196,8 +196,8 @@ def _rows(
         rows.append(row("tensor_memory_gib", moment.peak / GIB, params=params))
     if not moment.allocator:
         return rows
-    # Library workspaces count as memory of the allocator, but they are not tensors. Therefore compare the growth since the first
-    # phase, and not the total.
+    # The allocator's memory includes workspaces of libraries, which are not tensors. Therefore, compare the growth since the
+    # first phase instead of the total.
     requested = moment.allocator["requested"]
     grown, counted = requested - first.allocator["requested"], moment.tensors - first.tensors
     rows.append(

@@ -117,7 +117,7 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
     total, kinds = history.levels(), {kind: history.levels(kind) for kind in history.kinds()}
     # Number of events per interval, rounded up, so that there are at most `points` intervals.
     stretch = -(-len(total) // points)
-    # In each interval, choose the event with the largest total: a mean would hide short peaks.
+    # In each interval, choose the event with the largest total memory. A mean would hide short peaks.
     chosen = [
         max(range(first, min(first + stretch, len(total))), key=total.__getitem__) for first in range(0, len(total), stretch)
     ]
@@ -148,9 +148,12 @@ def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: M
 
 
 def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
-    """Run some steps, write the profiler's trace to a file that https://ui.perfetto.dev can show, and return the file name."""
+    """Run some steps under the profiler, write its trace to a file, and return the file name.
+
+    https://ui.perfetto.dev can show the trace.
+    """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
-    # The GPU tracer takes seconds to start, in the step of the warm-up. The trace contains the active steps only.
+    # The GPU tracer takes seconds to start. It starts in the warm-up step, which is not part of the trace.
     steps = schedule(wait=0, warmup=1, active=_TRACED_STEPS, repeat=1)
     ready = methodcaller("export_chrome_trace", str(folder / TRACE))
     with profile(activities=activities, schedule=steps, on_trace_ready=ready, acc_events=True) as profiler:
@@ -165,8 +168,9 @@ def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
     """Return a row for each of the kernels that take the most time, with its share of the time of all kernels.
 
-    Write the table of all kernels next to the trace: kernel, kind, intervals, time and share. On a GPU, an interval is a launch.
-    On a CPU, the rows describe operators instead of kernels, and an interval ends where an operator calls another one.
+    Also write a table of all kernels to a file next to the trace, with the columns kernel, kind, intervals, time and share. On a
+    GPU, an interval is a launch. On a CPU, the rows describe operators instead of kernels. An interval then ends when the
+    operator calls another one.
     """
     with gzip.open(trace, "rt") as file:
         raw = json.load(file)["traceEvents"]

@@ -39,7 +39,7 @@ def judge_scaled_step(my_step: Step) -> pd.DataFrame:
 
 
 def _one_step(my_step: Step, size: float) -> tuple[float, float]:
-    """Run one of the reader's training steps with a gradient of norm `size`.
+    """Run the reader's training step once with a gradient of norm `size`.
 
     Return (norm of the weight update, norm of the gradient after the step).
     """
@@ -50,9 +50,9 @@ def _one_step(my_step: Step, size: float) -> tuple[float, float]:
 
 
 def _overflow(my_step: Step) -> tuple[bool, tuple[float, float]]:
-    """Run one of the reader's training steps with a gradient that overflows after scaling.
+    """Run the reader's training step once with a gradient that overflows after scaling.
 
-    Return whether the weights are unchanged, and the pair (scale before the step, scale after the step).
+    Return (True if the weights are unchanged, (scale before the step, scale after the step)).
     """
     weights, optimizer, scaler, model = _one_layer()
     scale = scaler.get_scale()

@@ -32,10 +32,10 @@ _LESS, _MORE = COLOURS[2], COLOURS[1]
 
 
 def precision(material: Material) -> Figure | None:
-    """Draw two panels for each model.
+    """Draw the step time and the memory of each model in each number format.
 
-    The first shows the step time in each format with the speed-up over fp32. The second shows the memory in each format with its
-    prediction.
+    There are two panels for each model. The first panel shows the step time with the speed-up over fp32. The second panel shows
+    the measured memory with its prediction.
     """
     models = _models(material)
     if not models:
@@ -91,7 +91,7 @@ def _batch(row: Row) -> str:
 
 
 def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
-    """Return a dict that maps each dtype to the row with this metric and these params. Rows without a value are omitted."""
+    """Return a dict that maps each dtype to its row with the given metric and params. Rows without a value are omitted."""
     return {row.dtype: row for row in measured(rows) if row.metric == metric and params.items() <= row.params.items()}
 
 
@@ -134,7 +134,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
         differences = np.maximum(np.abs(losses / reference - 1), _SMALLEST)
         axes.plot(range(1, len(losses) + 1), differences, label=str(dtype), **look(str(dtype)))
     steps = len(reference)
-    # Each window of steps has its own tolerance. Rows of older runs have no windows.
+    # The losses of early and of late steps have different tolerances. Rows of older runs do not distinguish early and late steps.
     allowed: dict[tuple[float, int, int], list[str]] = {}
     for row in measured(rows):
         if row.metric == "relative_difference":
@@ -152,7 +152,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
-    """Return one sentence for each reason why steps were not timed. It names the number formats concerned."""
+    """Return a sentence for each reason why steps were not timed. The sentence lists the number formats that were not timed."""
     reasons: dict[str, dict[str, None]] = {}
     for rows in models.values():
         for row in rows:
@@ -163,17 +163,19 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of one timed rung of the training ladder.
+    """Rows with the measurements of one rung of the training ladder.
 
-    The training ladder is a list of training steps, called rungs. Each rung adds one optimization to the previous rung.
+    The training ladder is a list of versions of the training step, called rungs. Each rung adds one optimization to the previous
+    rung.
 
     Attributes:
         time: row of the step time.
-        memory: row of the allocator's peak memory, or else of the peak tensor bytes. None if neither was measured.
+        memory: row of the allocator's peak memory. If it was not measured, row of the peak tensor bytes. None if neither was
+            measured.
         speedup: row of the speed-up over the previous rung. None for the first rung.
-        early: row of the difference between this rung's losses and the first rung's, over the first steps of training. None for
-            the first rung, and for old runs that compared only the last steps.
-        late: row of the same difference over the last steps. None for the first rung.
+        early: row of the difference between this rung's losses and the first rung's losses, in the first steps of training. None
+            for the first rung, and for old runs that compared only the last steps.
+        late: row of the same difference, in the last steps of training. None for the first rung.
     """
 
     name: str
@@ -203,9 +205,10 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
 
 
 def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return a table with one line for each rung (version of the training step) of each model, with 95 % intervals.
+    """Return a table with the time, memory and loss difference of each rung (version of the training step) of each model.
 
-    The time and memory of a rung are compared with the previous rung, its loss with the first rung.
+    The table contains 95 % confidence intervals. The time and memory of a rung are compared with those of the previous rung. Its
+    losses are compared with those of the first rung.
     """
     return pd.DataFrame(
         [
@@ -252,7 +255,7 @@ def _change_of_loss(row: Row | None) -> str:
 
 
 def training_ladder(material: Material) -> Figure | None:
-    """Draw three panels for each model: time, memory, and the difference of the losses from those of the first rung.
+    """Draw three panels for each model: step time, memory, and the difference between a rung's and the first rung's losses.
 
     A rung is a version of the training step. Each rung adds one optimization to the previous one.
     """
@@ -325,10 +328,10 @@ def _finish_steps(axes: Axes, steps: list[Step], label: str) -> None:
 
 
 def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
-    """Yield the speed-ups of the fastest number format in each training, over TF32 and over IEEE fp32.
+    """Yield two speed-ups of the fastest number format for each model: over TF32 and over IEEE fp32.
 
-    Both are needed because PyTorch computes convolutions in TF32 by default, so the speed-up over IEEE fp32 alone could be
-    misunderstood.
+    PyTorch computes convolutions in TF32 by default. A reader of the speed-up over IEEE fp32 alone could mistake it for the gain
+    over this default.
     """
     ratios = list(filter(is_steady, select(rows, experiment=_VARIANTS, metric="speedup")))
     for row in best_rows(ratios, lambda row: row.variant):

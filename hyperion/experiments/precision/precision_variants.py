@@ -53,8 +53,8 @@ class PrecisionVariantsOptions(Options):
         batches: number of distinct batches. Training cycles through them in order.
         steps: number of optimizer steps of each training run.
         time_limit_s: timing budget in seconds for the steps of one model in all formats.
-        samples: minimum number of timed steps of each format. Use a small number on a CPU that emulates 16-bit formats, because a
-            step then takes seconds.
+        samples: minimum number of timed steps of each format. Use a small number on a CPU that emulates 16-bit formats. A step
+            takes seconds there.
         language: dimensions of the language model and its batches.
         image: dimensions of the ResNet-18 and its batches.
         tolerance: unused, accepted for compatibility with older stored runs.
@@ -77,7 +77,7 @@ class PrecisionVariantsOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the speed-up of each format over fp32, its throughput, and the peak tensor bytes of a step.
 
-    The first prediction is a speed-up, which the reader guesses.
+    The first prediction in the list is a speed-up. The reader of the chapter guesses its value before the measurement.
     """
     options, device = PrecisionVariantsOptions.of(context), context.device
     lines: list[Forecast] = []
@@ -107,7 +107,7 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
     cells = [batches.params | {"dtype": dtype} for batches in stored for dtype in dtypes]
     twins = [batches.params for batches in stored] if any(dtype != REFERENCE for dtype in dtypes) else []
     # Memory and losses do not depend on other processes, so the formats train concurrently. Times are measured later, without
-    # other processes. The twins train longer than a variant, so they start first.
+    # other processes. The twins (see `twins_of_variant`) train longer than one format, so they start first.
     results = run_side_by_side(context, report, train_variant_or_twins, twins + cells)
     reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
     for number, batches in enumerate(stored):
@@ -118,12 +118,12 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
 
 
 def train_variant_or_twins(context: Context, report: Report, **params: Any) -> Result:
-    """Call `train_variant` if `params` contains a number format, else `twins_of_variant`."""
+    """Call `train_variant` if `params` contains a number format. Otherwise, call `twins_of_variant`."""
     return train_variant(context, report, **params) if "dtype" in params else twins_of_variant(context, report, **params)
 
 
 def train_variant(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train in one format and record losses and peak memory, then measure the tensor bytes of one more step."""
+    """Train in one number format and record losses and peak memory. Then count the peak tensor bytes in one more step."""
     options, device = PrecisionVariantsOptions.of(context), context.device
     steps = options.steps
     work, batches = load_batches(options.sizes(kind), Path(file), device)
@@ -159,9 +159,10 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
 
 
 def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
-    """Train the twins. The spread of their losses sets the tolerance for loss differences (see `hyperion.workloads.twins`).
+    """Train the twins: repetitions of the fp32 training run with perturbed rounding.
 
-    A twin is an fp32 training run in which the operands and results of matrix products are rounded to the precision of bf16.
+    In a twin, the operands and results of matrix products are rounded to the precision of bf16. The spread of the twins' losses
+    sets the tolerance for the difference between two formats' losses (see `hyperion.workloads.twins`).
     """
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)
@@ -192,7 +193,7 @@ def train_losses(engine: TorchEngine, batches: Iterable[Batch], steps: int) -> l
 def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
     """Return the peak bytes of all tensors in one step, including weights, optimizer state and batch.
 
-    The tensors themselves are counted, so the number is exact on every device.
+    The number is the sum of the sizes of all existing tensors. It needs no allocator statistics, so it is exact on every device.
     """
     present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
     with TensorMemory(engine.device, [*present, *batch]) as memory:
@@ -215,7 +216,7 @@ def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
     """
     estimate, basis = None, rate.basis
     if rate.ceiling is not None and baseline.ceiling is not None:
-        # The shares of the ceilings that the two formats reach are unknown, but cancel if they are equal.
+        # A training step reaches an unknown share of its ceiling. If the share is the same in both formats, it cancels.
         estimate = rate.ceiling / baseline.ceiling
         basis = f"the ceiling of the throughput of {rate.dtype}, divided by that of {baseline.dtype}"
     params = rate.params | {"over": over}
@@ -253,7 +254,7 @@ def _why_unsupported(device: Device, dtype: str) -> str:
     possible, how = device.supports(dtype)
     if not possible:
         return f"unsupported: {how}"
-    # Only the accuracy of a product reveals which units it used.
+    # PyTorch does not report which units computed a product. Only the accuracy of the product reveals it.
     unused = unused_tf32(dtype, Gemm(256, 256, 256, dtype, device).verify().error) if dtype == "tf32" else ""
     return f"unsupported: {unused}" if unused else ""
 

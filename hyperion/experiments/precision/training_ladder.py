@@ -1,4 +1,4 @@
-"""The training ladder: start with a plain fp32 training step, and add one more optimization on each rung.
+"""The training ladder: start with a plain fp32 training step, and add one optimization after the other.
 
 A rung is one version of the training step. It contains all optimizations of the previous rungs and one more. The memory and
 losses of each rung are measured in a separate process. The steps of all rungs are timed in alternation in one process. If they
@@ -79,8 +79,8 @@ class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
 
     Args:
         batch_size: number of samples in a batch. None uses the batch size of the timed step. Each stored batch is split into
-            batches of this size, which gives more distinct batches than the model can memorise. Memorising them would drive the
-            loss to zero.
+            batches of this size. This gives so many distinct batches that the model cannot memorise them. If it memorised them,
+            the loss would go to zero.
         layers: number of layers of the language model. None uses the number of the timed model.
     """
 
@@ -138,9 +138,10 @@ class TrainingLadderOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the speed-up of the 16-bit step over the plain fp32 step, which the reader guesses.
+    """Predict the speed-up of the 16-bit step over the plain fp32 step.
 
-    Also predict the throughput of each version of the step that changes the number format.
+    The reader of the chapter guesses this speed-up before the measurement. Also predict the throughput of each version of the
+    step that changes the number format.
     """
     lines: list[Forecast] = []
     for sizes in TrainingLadderOptions.of(context).ladders.values():
@@ -171,7 +172,7 @@ def run(context: Context, report: Report) -> Result:
             cells += [batches.params | {"number": number} for number, _ in present]
             formats = dict.fromkeys(twin_format(rung.dtype) for _, rung in present if rung.name != BASELINE)
             twins += [batches.params | {"dtype": dtype} for dtype in formats]
-        # The twins of a format train longer than a rung, so they start first.
+        # The twins (see `measure_twins`) train longer than a rung, so they start first.
         results = run_counted(context, report, measure_rung_or_twins, twins + cells)
         for number, batches in enumerate(stored):
             report(number, len(stored), f"steps of the {batches.kind} model, alternately")
@@ -194,10 +195,10 @@ class StepRung:
     """One rung of the ladder: a version of the training step that adds one optimization to the previous rung.
 
     Attributes:
-        name: name of the rung: what it adds to the previous one.
+        name: name of the rung. It is the optimization that the rung adds to the previous one.
         dtype: number format of the matrix products.
         channels_last: whether images and convolution kernels have the channels-last memory format.
-        fused: whether the optimizer updates all parameters in one kernel. Otherwise it uses PyTorch's default implementation.
+        fused: if True, the optimizer updates all parameters in one kernel. Otherwise, it uses PyTorch's default implementation.
         compiled: whether each block is compiled.
         chunked: whether the language model's loss is computed in chunks of the batch, without float32 logits. Otherwise all
             logits exist at once, in float32.
@@ -284,12 +285,16 @@ def _why_absent(device: Device, name: str) -> str:
 
 
 def measure_rung_or_twins(context: Context, report: Report, **params: Any) -> Result:
-    """Call `measure_alone` if `params` contains the number of a rung, else `measure_twins`."""
+    """Call `measure_alone` if `params` contains the number of a rung. Otherwise, call `measure_twins`."""
     return measure_alone(context, report, **params) if "number" in params else measure_twins(context, report, **params)
 
 
 def measure_alone(context: Context, report: Report, kind: str, file: str, source: str, number: int) -> Result:
-    """Measure the peak memory of one rung's training steps, then the losses of many steps of the smaller model (see `Parity`)."""
+    """Measure one rung of the ladder: peak memory and losses.
+
+    The peak memory is that of the full model's training steps. The losses are those of many steps of the smaller model described
+    by `Parity`.
+    """
     options, device = TrainingLadderOptions.of(context), context.device
     sizes = options.ladders[kind]
     rung = build_ladder(device, sizes.rungs)[number]
@@ -317,10 +322,10 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
 
 
 def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train the twins. The spread of their losses sets the tolerance for loss differences (see `hyperion.workloads.twins`).
+    """Train the twins: repetitions of the first rung's training run with perturbed rounding.
 
-    A twin is a training run of the first rung in which the operands and results of matrix products are rounded to the precision
-    of `dtype`.
+    In a twin, the operands and results of matrix products are rounded to the precision of `dtype`. The spread of the twins'
+    losses sets the tolerance for the difference between two rungs' losses (see `hyperion.workloads.twins`).
     """
     options = TrainingLadderOptions.of(context)
     sizes = options.ladders[kind]
@@ -356,7 +361,7 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
     try:
         with memory_released():
             steps = [partial(rung.engine(work, context.device, context.seed).train_step, batches[0]) for rung in present]
-            for step in steps:  # compile before timing, because compilation takes longer than the warm-up
+            for step in steps:  # compile before the timing, because the warm-up is shorter than a compilation
                 step()
             timings = time_interleaved([*steps], context.device, cold=False, time_limit_s=options.time_limit_s)
             del step, steps  # these are the last references to the engines
@@ -377,12 +382,12 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
     """Return the rows with the speed-ups of the optimizations.
 
-    A rung is a version of the training step that adds one optimization to the previous one. One row per rung compares its step
-    time with the previous rung, and one with the first rung.
+    A rung is a version of the training step that adds one optimization to the previous one. Each rung has two rows: its speed-up
+    over the previous rung, and its speed-up over the first rung.
     """
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
-        # The previous rung and the first one. For the second rung both are the same, so a set is used.
+        # Compare with the previous rung and with the first one. A set, because both are the same for the second rung.
         for other in sorted({max(number - 1, 0), 0} - {number}):
             ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
             columns = {"limit_source": NO_SPEEDUP_LIMIT, "columns": timed_columns(ratio, timing)}

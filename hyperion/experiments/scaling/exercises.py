@@ -20,11 +20,11 @@ _CASES = (
 
 
 def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
-    """Test a function that computes scaling efficiency on cases with known results.
+    """Test a function that computes scaling efficiency. The results of the test cases are known.
 
     Args:
-        efficiency: function of four arguments: the step time on one device in seconds, the step time on N devices in seconds, N,
-            and the mode ("weak" or "strong"). It returns the efficiency.
+        efficiency: function that takes four arguments: the step time on one device in seconds, the step time on N devices in
+            seconds, the number of devices N, and the mode ("weak" or "strong"). It returns the efficiency.
     """
     lines = []
     for name, t1, tN, N, mode, expected in _CASES:

@@ -13,7 +13,7 @@ from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_f
 from hyperion.results import Row
 
 _MODES = ("weak", "strong")
-MISSING = "missing"  # in the flat table, for a value that was not measured
+MISSING = "missing"  # text in the flat table for a value that was not measured
 
 
 def scaling(material: Material) -> Figure | None:
@@ -41,13 +41,15 @@ def scaling(material: Material) -> Figure | None:
 def communication(material: Material) -> Figure | None:
     """Plot two measures of the cost of communication by number of devices.
 
-    The first is the share of a profiled step in which a device only communicates. The second is the step time minus the time that
-    a device needs for its part of the step without communication, divided by the step time. It is negative if the device alone is
-    slower, for example because it updates the whole optimizer state. Runs of earlier versions have only the second measure.
+    The first measure is the share of a profiled step in which a device only communicates.
+
+    For the second measure, each device also runs its part of the step alone, without communication. The measure is the difference
+    of the two step times, divided by the step time with communication. It is negative if the device alone is slower, for example
+    because it updates the whole optimizer state. Runs of earlier versions have only the second measure.
     """
     rows = measured(material.of("scaling"))
     exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == "exposed communication"]
-    # Runs of earlier versions store the difference under the name of a share.
+    # Runs of earlier versions store the second measure, the difference of the step times, under the name of a share.
     differences = select(rows, metric="alone_difference") or select(rows, metric="communication_share")
     if not differences and not exposed:
         return None
@@ -72,10 +74,10 @@ def communication(material: Material) -> Figure | None:
 
 
 def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", line: str = "") -> None:
-    """Draw one curve per training run with the values of the rows by number of devices.
+    """Draw the values of the rows by number of devices, with one curve per training run.
 
     Args:
-        at_one: value on one device, or None if the quantity has no value there.
+        at_one: value on one device, or None if the quantity has no value on one device.
         what: name of the quantity, for the legend.
         line: matplotlib line style. "" uses the line style of the training run.
     """
@@ -110,8 +112,8 @@ def _missing(material: Material) -> list[str]:
 def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
     """Yield the efficiencies of each training on the largest number of devices: first weak, then strong scaling.
 
-    Both are needed. In weak scaling, the work grows with the number of devices while the communication stays the same, so its
-    efficiency is usually higher.
+    Both are reported, because the efficiency of weak scaling is usually higher. In weak scaling, the work grows with the number
+    of devices while the communication stays the same.
     """
     cells = list(filter(is_steady, select(rows, metric="scaling_efficiency")))
     most = max((row.params["ranks"] for row in cells), default=0)
@@ -123,9 +125,9 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
-    """Return the flat table of speed-up and efficiency by number of devices, by its path.
+    """Return a dict that maps the path of the flat table to the table: speed-up and efficiency by number of devices.
 
-    Its values are means over the runs. `MISSING` stands for a value that was not measured.
+    The values are means over the runs. A value that was not measured is `MISSING`.
     """
     rows = [row for own in runs for row in own if row.experiment == "scaling" and "mode" in row.params]
     trainings = list(dict.fromkeys(row.variant for row in rows))
@@ -142,11 +144,11 @@ def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
 
 
 def _scaling_cells(training: str, rows: list[Row], mode: str, ranks: int) -> dict:
-    """Return the mean speed-up and efficiency of a training, the number of runs, and the deviation of the speed-up."""
+    """Return the mean speed-up and efficiency of a training workload, the number of runs, and the deviation of the speed-up."""
 
     def of(metric: str) -> list[float]:
         own = [row for row in rows if row.metric == metric and row.params["ranks"] == ranks and row.value is not None]
-        # Relative to itself, one rank has the speed-up 1 in both modes.
+        # One rank is the baseline, so its speed-up and efficiency are 1 in both modes.
         return [1.0 for _ in own] if ranks == 1 else [float(row.value or 0) for row in own if row.params["mode"] == mode]
 
     speedups = of("step_time_s" if ranks == 1 else "speedup")

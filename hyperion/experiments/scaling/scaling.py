@@ -1,8 +1,8 @@
-"""Scaling: the same training on 1, 2, 4 and more devices.
+"""Measure how training speed scales: run the same training on 1, 2, 4 and more devices.
 
-The ranks are started anew for each number of devices; this is called a launch. In each launch, the ranks first run float32 steps,
-whose losses must be the same on any number of devices (parity). Then they time steps with and without communication, and profile
-a few steps with communication.
+The experiment starts new ranks for each number of devices. This is called a launch. In each launch, the ranks first run float32
+steps. The losses of these steps must be the same on any number of devices (parity). Then the ranks time steps with and without
+communication, and profile a few steps with communication.
 """
 
 import contextlib
@@ -83,7 +83,8 @@ class ScaledTraining:
         name: variant of the rows.
         model: name of a configuration of a TransformerLM, or of a randomly initialised Llama with LoRA adapters, or "resnet18".
         strategy: parallelism strategy, "ddp" or "fsdp".
-        batch_per_device: number of sequences or images in a step: per device in weak scaling, in total in strong scaling.
+        batch_per_device: number of sequences or images in a step. In weak scaling, it is the number per device. In strong
+            scaling, it is the total over all devices.
         sequence_length: number of tokens in a sequence, for language models.
         vocabulary: number of tokens in the vocabulary, for language models.
         width: number of channels of the first stage, for the ResNet-18.
@@ -131,7 +132,8 @@ class ScalingOptions(RankOptions):
         precision: number format of the timed steps. "auto" is bf16 if the device has matrix units for it, otherwise fp32.
         warmup_steps: number of steps before the timed steps.
         steps: number of timed steps.
-        traced_steps: number of consecutive steps in a profiled window. Of three windows, the one of median length is used.
+        traced_steps: number of consecutive steps in a profiled window. Three windows are profiled, and the window whose duration
+            is the median is used.
         learning_rate: constant learning rate.
         parity_steps: number of steps of the parity check, in float32.
         parity_batch: number of sequences or images in a batch of the parity check, summed over all ranks.
@@ -158,7 +160,8 @@ class ScalingOptions(RankOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the weak-scaling efficiency on all devices.
 
-    The prediction is computed from the bytes that each rank sends, and from the rates measured in chapters 1.1 and 1.3.
+    The prediction is computed from the bytes that each rank sends, and from the compute and communication rates that chapters 1.1
+    and 1.3 measured.
     """
     options = ScalingOptions.of(context)
     devices, dtype = options.device_count(context), options.dtype(context)
@@ -224,12 +227,13 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
     elif training.lora:
         config = random_llama_shape(training.model, training.vocabulary)
         flops = llama_flops_per_token(config, training.sequence_length, RANK, ATTENTION).forward_backward
-        parameters, reduced = llama_parameter_count(config), 0  # only the gradients of the adapters are reduced
+        parameters, reduced = llama_parameter_count(config), 0  # of the gradients, only those of the adapters are reduced
     else:
         config = lm_config(training)
         flops = flops_per_token(config, training.sequence_length).forward_backward
         parameters = reduced = config.parameter_count
-    # In a ring, each rank sends (N - 1) / N of the tensor for a reduce-scatter or an all-gather. An all-reduce is both.
+    # With the ring algorithm, each rank sends (N - 1) / N of the tensor in a reduce-scatter, and as much in an all-gather. An
+    # all-reduce consists of both.
     passes = (ranks - 1) / ranks
     if training.strategy == "ddp":
         return flops, 2 * passes * 4 * reduced  # all-reduce of float32 gradients
@@ -268,7 +272,7 @@ def _launch(
 
 
 def _raise_if_interrupted(error: JobError) -> None:
-    """Raise `error` if SIGTERM or Ctrl-C stopped the launch, because this process must then end too."""
+    """Raise `error` again if SIGTERM or Ctrl-C stopped the launch. In this case, this process must also end."""
     if error.exit_code in (INTERRUPTED, 128 + signal.SIGTERM):
         raise error
 
@@ -344,9 +348,10 @@ def _difference_rows(
 ) -> list[Row]:
     """Return two rows that compare a step on all ranks with the same step on a single rank without communication.
 
-    The first row gives the difference of the two times divided by the step time on all ranks. It is negative if the single rank
-    is slower, for example because it updates the whole optimizer state. The second row gives the same number as the share of
-    communication. A share cannot be negative, so this row has a value only if the whole interval of the difference is above zero.
+    The first row contains the difference of the two times divided by the step time on all ranks. It is negative if the single
+    rank is slower, for example because it updates the whole optimizer state. The second row contains the same number as the share
+    of communication. A share cannot be negative, so the second row has a value only if the whole confidence interval of the
+    difference is above zero.
     """
     alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
@@ -388,7 +393,7 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
         kind: "step" for steps of all ranks together, or "alone" for steps of each rank without communication.
     """
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
-    # A step ends when its slowest rank has finished, so the maximum over the ranks counts.
+    # A step ends when its slowest rank has finished, so take the maximum over the ranks.
     return np.asarray(chosen.groupby("index")["time_s"].max())
 
 
@@ -431,7 +436,7 @@ def lm_config(training: ScaledTraining) -> TransformerConfig:
 
 
 def measure_on_rank(context: Context, report: Report, names: list[str]) -> Result:
-    """On one rank, run the named workloads: first the steps whose losses are compared, then the timed steps."""
+    """Run the named workloads: first the steps whose losses are compared, then the timed steps. Every rank runs this function."""
     options = ScalingOptions.of(context)
     chosen = [training for training in options.workloads if training.name in names]
     if context.device.kind == "cpu":
@@ -448,8 +453,8 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
 def _parity(context: Context, options: ScalingOptions, training: ScaledTraining) -> list[pd.DataFrame]:
     """Run training steps in float32 and return tables of their losses. The batches are the same on any number of ranks.
 
-    The batch normalization of a ResNet normalizes each rank's part of a batch by itself, so its losses depend on the number of
-    ranks. They are compared with those of one rank that runs the parts one after the other.
+    The batch normalization of a ResNet normalizes each rank's part of a batch separately, so the losses of a ResNet depend on the
+    number of ranks. They are compared with the losses of a single rank that runs the parts one after the other.
     """
     here = world()
     frames = [_parity_losses(context, options, training, here, 1).assign(kind="parity")]
@@ -487,15 +492,15 @@ def _timed(context: Context, options: ScalingOptions, training: ScaledTraining) 
     reason = f"{here.size} devices do not divide its batch"
     frames = [_missing(training, mode, reason) for mode in wanted if mode not in modes]
     try:
-        # The strategy is also used on one device, so that the same program is compared on different numbers of devices.
+        # Use the strategy also on one device, so that the same program runs on every number of devices.
         frames += _mode_times(context, options, training, modes, "step", here, precision)
     except torch.OutOfMemoryError as error:
         if here.size > 1:
-            raise  # the other ranks wait for this rank, so the whole launch must fail
+            raise  # the other ranks wait for this rank in a collective, so the whole launch must fail
         return [*frames, *(_missing(training, mode, out_of_memory_reason(error)) for mode in modes)]
     if here.size > 1:
         alone = here.alone()
-        with contextlib.suppress(torch.OutOfMemoryError):  # a rank alone holds the whole state, and no other rank waits for it
+        with contextlib.suppress(torch.OutOfMemoryError):  # a single rank holds the whole state; no other rank waits for it
             frames += _mode_times(context, options, training, modes, "alone", alone, precision)
     return frames
 
@@ -511,7 +516,7 @@ def _mode_times(
 ) -> list[pd.DataFrame]:
     """Return the time in seconds of each step on this rank, as one table per scaling mode.
 
-    All ranks run the same number of steps. With a time limit instead, a rank could stop while the others wait for it.
+    All ranks run the same number of steps. If they ran for a given time instead, a rank could stop while the others wait for it.
     """
     here, clock = world(), device_clock(context.device)
     engine, least_flops = _engine(context, options, training, sharers, training.strategy, precision)
@@ -527,7 +532,7 @@ def _mode_times(
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
         frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, items=items, least_flops=least_flops * items))
         if sharers.size > 1:
-            # After the timing, because the profiler slows steps down.
+            # Profile after the timing, because the profiler slows steps down.
             frames.append(_traced(step, context.device, options.traced_steps).assign(workload=training.name, mode=mode))
     _release(engine)
     return frames
@@ -536,8 +541,8 @@ def _mode_times(
 def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFrame:
     """Profile some steps. Return a table with the time in which this rank only communicates and the total time, in nanoseconds.
 
-    A rank only communicates while the only running kernels are those of collectives. If this rank is ahead of the others, this
-    includes its wait for them.
+    A rank only communicates during times in which no kernels run except those of collectives. If this rank is ahead of the
+    others, the time in which it waits for them counts, too.
     """
     trace = trace_steps(step, None, device, steps)
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
@@ -560,11 +565,11 @@ def _engine(
     precision: Precision,
     micro_batches: int = 1,
 ) -> tuple[TorchEngine, float]:
-    """Return a training engine whose model is parallelized over the ranks in `here`, and the least FLOPs per token or image.
+    """Return a training engine for the ranks in `here`, and the minimum FLOPs per token or image.
 
-    The initial weights are the same on every rank.
+    The model is parallelized over these ranks. Its initial weights are the same on every rank.
 
-    Causal attention needs only half of the attention matrix, so the least FLOPs are computed with half of the sequence length.
+    Causal attention needs only half of the attention matrix, so the minimum FLOPs are computed with half of the sequence length.
     """
     seed_everything(context.seed)
     device = context.device
@@ -582,7 +587,7 @@ def _engine(
         )
     else:
         config = lm_config(training)
-        with torch.device(device.torch_device):  # on the host, drawing a billion weights takes ten seconds
+        with torch.device(device.torch_device):  # draw the weights there, because a billion weights take ten seconds on the host
             model, flops = TransformerLM(config), flops_per_token(config, training.sequence_length // 2)
     model = parallelize(model, plan, here)
     engine = LanguageEngine(model, adamw(model, rate), lambda step: rate, precision, device, world=here)
@@ -596,7 +601,7 @@ def _batch(
 
     The whole batch does not depend on the number of ranks.
     """
-    # Drawn on the host for all ranks, so that every rank takes its part of the same batch.
+    # Every rank draws the whole batch on the host and takes its part of it, so that all parts belong to the same batch.
     generator = torch.Generator().manual_seed(context.seed * 1000 + step)
     device = context.device.torch_device
     if training.item == "image":

@@ -1,7 +1,7 @@
-"""Backends: the programs that generate text behind the front, their command lines, and the reasons why one is unavailable.
+"""Programs that generate text (backends): how to start them, and why one is unavailable.
 
-`transformers serve` and vLLM have an OpenAI-compatible endpoint. Both run unmodified. `transformers serve` also
-runs with another setting of PyTorch, see `without_cudnn_attention`.
+A backend runs behind the front, which is a reverse proxy (see `front`). `transformers serve` and vLLM have an OpenAI-compatible
+endpoint. Both run unmodified. A variant of `transformers serve` changes one setting of PyTorch (see `without_cudnn_attention`).
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
-"""Load client for streamed completions: times of tokens, closed and open loops, and percentiles over valid runs.
+"""Load client: sends streamed completion requests, times the tokens of the answers, and computes percentiles over valid runs.
 
-In a *closed loop*, each of a fixed number of users sends its next request when its last one is answered. So a slow server gets
-fewer requests. In an *open loop*, requests arrive at times that do not depend on the server. Their latency is measured from the
-time at which they were due, even if the client sent them later. Otherwise a server that stalls would hide the waiting time of the
-delayed requests (coordinated omission).
+In a *closed loop*, a fixed number of users send requests. Each user sends its next request when its previous one is answered. So
+a slow server gets fewer requests. In an *open loop*, requests arrive at times that do not depend on the server. Their latency is
+measured from the time at which they were due, even if the client sent them later. If it were measured from the time of sending,
+the waiting time of delayed requests would be missing when the server stalls (coordinated omission).
 """
 
 import asyncio
@@ -85,12 +85,12 @@ class Endpoint:
     until_s: float = math.inf
 
     def within(self, seconds: float) -> "Endpoint":
-        """Return this endpoint with a time limit in seconds for all requests together, counted from now."""
+        """Return a copy of this endpoint with a deadline: all requests together must end within `seconds` from now."""
         return replace(self, until_s=time.perf_counter() + seconds)
 
     def session(self) -> "httpx.AsyncClient":
         """Return a new httpx.AsyncClient for this endpoint."""
-        import httpx  # here, because the rows of another machine can be shown without httpx
+        import httpx  # imported here, so that rows of another machine can be shown if httpx is not installed
 
         return httpx.AsyncClient(
             base_url=self.address,
@@ -213,7 +213,10 @@ async def open_loop(endpoint: Endpoint, prompts: Sequence[str], tokens: int, req
 
 
 def in_event_loop(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-    """Run a coroutine in another thread's event loop and return its result. In a notebook, this thread already has a loop."""
+    """Run a coroutine in the event loop of a new thread and return its result.
+
+    A new thread is needed in a notebook, because the calling thread already runs an event loop.
+    """
     outcome: list[Answer] = []
     problem: list[BaseException] = []
 
@@ -245,12 +248,18 @@ def why_invalid(replies: Sequence[Reply], requests: int) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest of the values that is at least as large as `percent` % of them."""
+    """Return a percentile by the nearest-rank method.
+
+    The result is the smallest value v for which at least `percent` % of the values are less than or equal to v.
+    """
     return float(np.quantile(np.asarray(values, dtype=float), percent / 100, method="inverted_cdf"))
 
 
 def throughput(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """Return (requests/s, output tokens/s, mean number of requests in the system) of a run, counted from its first due time."""
+    """Return (requests/s, output tokens/s, mean number of requests in the system) of a run.
+
+    The run starts when its first request is due and ends when its last request ends.
+    """
     span_s = max(reply.end_s for reply in replies) - min(reply.due_s for reply in replies)
     busy_s = sum(reply.request_time_s for reply in replies)
     return len(replies) / span_s, sum(reply.tokens for reply in replies) / span_s, busy_s / span_s

@@ -41,7 +41,10 @@ def kv_cache_memory(material: Material) -> Figure | None:
 
 
 def server_load(material: Material) -> Figure | None:
-    """Draw throughput, time to first token and time per output token against the number of users, and those of the open loop."""
+    """Draw throughput, time to first token and time per output token against the number of users.
+
+    Hollow marks show the open loop.
+    """
     rows = material.of("server_load")
     rates = [row for row in measured(rows) if row.metric == "output_tokens_per_s"]
     if not rates:
@@ -66,7 +69,7 @@ def server_load(material: Material) -> Figure | None:
 
 
 def server_soak(material: Material) -> Figure | None:
-    """Draw the memory of each server against the number of answered requests, and the bound on its growth if it has one."""
+    """Draw the memory of each server against the number of answered requests, with the bound on its growth if there is one."""
     growth = [row for row in measured(material.of("server_soak")) if row.metric == "growth_bytes"]
     samples = material.samples("server_soak")
     if not growth or samples.empty:

@@ -40,7 +40,7 @@ from hyperion.processes.child_process import die_with, do_not_outlive
 KEY = "HYPERION_SERVING_KEY"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _DONE = b"data: [DONE]"
-# Longest silence of the backend within an answer, and largest time that it has to end, both in seconds.
+# The front gives up an answer if the backend sends nothing for SILENCE_S seconds. The backend has END_S seconds to exit.
 SILENCE_S, END_S = 120.0, 5.0
 
 
@@ -124,7 +124,7 @@ class Forward:
 
 
 class _Place:
-    """One of the requests that the front counts as active, until `leave` is called for the first time."""
+    """Place of a request in the front's count of active requests. The first call of `leave` frees it; later calls do nothing."""
 
     def __init__(self, front: Forward):
         self._front = front
@@ -137,11 +137,11 @@ class _Place:
 
 
 async def _until_done(chunks: AsyncIterator[bytes], place: _Place) -> AsyncIterator[bytes]:
-    """Yield the chunks of an answer. The request leaves its place before the client receives the end of the answer.
+    """Yield the chunks of an answer, and free the place of the request before the client receives the end of the answer.
 
-    Clients stop reading at the event [DONE] and may send their next request at once. This request needs the place.
+    Clients stop reading at the event [DONE] and may send their next request at once. The next request needs the freed place.
     """
-    # An event begins a line. Newlines within a JSON string are escaped, so no text of an answer looks like this event.
+    # An event starts at the beginning of a line. Newlines within a JSON string are escaped, so no generated text looks like it.
     tail = b"\n"
     async for chunk in chunks:
         # The event may be divided between two chunks.

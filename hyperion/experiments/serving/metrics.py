@@ -2,8 +2,10 @@
 
 from hyperion.results import Metric
 
-NOT_OBSERVED = "not observed"  # start of the reason of a time that the client cannot see
-GROWTH_CHECK = "upper end of the interval, bytes for each request"  # name of the check of a growth that has a bound
+# Rows of times that the client cannot observe have a reason that begins with this text.
+NOT_OBSERVED = "not observed"
+# Name of the check that compares the memory growth with its bound.
+GROWTH_CHECK = "upper end of the interval, bytes for each request"
 METRICS = (
     Metric(
         "ttft_s",

@@ -1,4 +1,6 @@
-"""A running server: the front and its backend in a separate session, with a log. It ends with this process.
+"""A running server: a front and its backend, which run in a session of their own and write to one log.
+
+A server ends at the latest when the process that started it ends.
 
 Experiments in the same process share a server, because starting one takes longer than most measurements.
 """
@@ -106,7 +108,7 @@ _running: dict[tuple, Server] = {}
 
 
 def running_server(backend: Backend, folder: Path, dtype: str, device: str, sizes: ServerSizes) -> Server:
-    """Return a running server of this process with these properties. Start one if there is none.
+    """Return this process's running server with these properties, or start one if there is none.
 
     Args:
         backend: the backend.

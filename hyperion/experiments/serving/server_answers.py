@@ -1,9 +1,9 @@
-"""Are a server's answers those of the model?
+"""Does a server return the same answers as the model itself?
 
-A server batches unrelated requests and stores their keys and values in blocks. Neither may change an answer. The experiment
-compares greedy answers with those of `generate`. In fp32, every token must be equal. In bf16, two correct programs may differ
-where the two largest logits differ by less than the rounding errors, and then everything after this position may differ too. So
-the comparison ends there.
+A server batches unrelated requests and stores their keys and values in blocks. Neither batching nor blocks may change an answer.
+The experiment compares greedy answers with those of `generate`. In fp32, every token must be equal. In bf16, two correct programs
+may choose different tokens at a position where the two largest logits differ by less than the rounding errors. All later tokens
+may then differ too, so the comparison ends at the first such position.
 """
 
 from dataclasses import dataclass

@@ -88,10 +88,10 @@ class ServerLoadOptions(Options):
 
 @dataclass(frozen=True)
 class Measured:
-    """All runs of one loop.
+    """The results of all runs of one loop.
 
     Args:
-        params: params of its rows.
+        params: params of the rows of this loop.
         requests: number of requests in a run.
         runs: the replies of each run.
     """
@@ -183,8 +183,8 @@ def tokens_sent_together(runs: Sequence[Sequence[Reply]], limit_s: float | None,
     Args:
         runs: the replies of each run.
         limit_s: least time of a decoding step in seconds, or None if the device has no known limit.
-        step_s: measured time of a decoding step on a CPU in seconds, or None. It replaces a missing limit: half of it
-            is used, because a server without graphs may be faster than this measurement, but not twice as fast.
+        step_s: measured time of a decoding step on a CPU in seconds, or None. If `limit_s` is None, half of this time is used as
+            the limit. A server without graphs may be faster than this measurement, but not twice as fast.
     """
     floor_s = limit_s if limit_s is not None else step_s / 2 if step_s is not None else 0.0
     times_s = [reply.tpot_s for run in runs for reply in run if reply.tokens > 1]

@@ -4,7 +4,8 @@ The server receives many requests in a row, requests of clients that disconnect,
 the key, more requests than it accepts, and finally SIGTERM while it is answering. After a client that disconnects and after each
 invalid request, a normal request must still be answered.
 
-Another backend can then answer the first of these requests, to compare the growth of its memory and its throughput.
+Optionally, a second backend then answers the first part of these requests. Its memory growth and throughput are reported for
+comparison.
 """
 
 import asyncio
@@ -34,12 +35,13 @@ SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "ov
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
 _SEGMENTS = 10  # a line is fitted to the median of each segment, because consecutive readings are not independent
 _WARM_SHARE = 0.2  # readings in this first share of the requests are not used, because caches still fill
-# An answer whose client disconnects after the first token takes far less than half of the work of a whole answer and its prompt.
+# Bound on the CPU time of an answer whose client disconnects after the first token, relative to that of a whole answer. A backend
+# that stops generating needs far less.
 _LEFT_SHARE = 0.5
 # A backend is idle if it uses at most one tick of the CPU clock in each of two windows. On a busy machine, a backend that works
 # may get no core for one window.
 _CLOCK_S, _WINDOW_S, _IDLE_WINDOWS, _SETTLE_S = 0.01, 0.5, 2, 30.0
-_PAUSE_S = 0.1  # seconds between two requests after SIGTERM, of which one must be refused while answers are running
+_PAUSE_S = 0.1  # seconds between two of the requests that are sent after SIGTERM until one is refused
 
 
 class ServerSoakOptions(Options):
@@ -346,7 +348,7 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
     signalled: list[float] = []
 
     async def ask() -> Reply:
-        async with server.endpoint.session() as fresh:  # a connection that is open may still be served
+        async with server.endpoint.session() as fresh:  # new connection: open ones may still be served
             return await complete(fresh, server.endpoint, prompts[-2], 1)
 
     async def work() -> tuple[list[Reply], bool]:
@@ -355,7 +357,7 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
                 asyncio.create_task(complete(session, server.endpoint, prompt, options.long_tokens))
                 for prompt in prompts[:streams]
             ]
-            # Another stream shows that the server is answering: it has received its first text.
+            # When this additional stream has received its first text, the server is answering.
             await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
             signalled.append(time.perf_counter())
             server.drain()

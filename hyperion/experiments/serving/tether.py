@@ -1,7 +1,7 @@
 """Program that runs a backend and ends it when the front ends.
 
-It is run as `python -m hyperion.experiments.serving.tether PID module options`, with the process ID of the front. The front and
-the backend start with every server, so this module imports nothing of the book, whose pandas takes a second.
+Usage: `python -m hyperion.experiments.serving.tether PID module options`, where PID is the process ID of the front. This program
+runs at every start of a server. Therefore this module avoids imports that load pandas, which takes a second.
 """
 
 import os

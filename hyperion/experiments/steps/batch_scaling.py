@@ -43,7 +43,7 @@ class BatchScalingOptions(Options):
 
     Args:
         precision: dtype of the steps. "auto" chooses the dtype for the device.
-        memory_limit_gib: memory limit of the process in GiB, below the memory of the machine.
+        memory_limit_gib: memory limit of the process in GiB, smaller than the memory of the machine.
         time_limit_s: timing budget in seconds for each batch size.
         batches: a dict that maps the name of each reference model to its batch sizes.
         samples: minimum number of samples of each step. More are taken while the timing budget lasts.
@@ -57,7 +57,7 @@ class BatchScalingOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the largest batch that fits into memory, then the samples per second of every batch, largest first."""
+    """Predict the largest batch that fits into memory, and the samples per second at each batch size in descending order."""
     options = BatchScalingOptions.of(context)
     dtype = _dtype(context, options)
     largest = [_forecast_largest(reference_model(name), dtype, options.memory_limit_gib) for name in options.batches]
@@ -69,10 +69,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure every model at all its batch sizes, in separate processes."""
+    """Measure every model at all its batch sizes, in worker processes."""
     names = list(BatchScalingOptions.of(context).batches)
     # On a CPU, a process keeps memory pages after a model is deleted. They would count as memory of the next model, so each model
-    # gets its own process.
+    # gets its own process. On a GPU, one process measures all models.
     groups = [[name] for name in names] if context.device.kind == "cpu" else [names]
     return merged([run_variant(context, report, sweep, {"names": group}) for group in groups])
 
@@ -101,7 +101,10 @@ def _dtype(context: Context, options: BatchScalingOptions) -> str:
 
 
 def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    """Predict samples per second from a step's matrix products and memory traffic, and the host's time for its operators."""
+    """Predict samples per second from the device time of a step and the host time of its operators.
+
+    The device time is that of the step's matrix products and memory traffic.
+    """
     forecast = forecast_on_device(context, name, batch, dtype)
     if forecast.ceiling is None:
         return forecast
@@ -116,9 +119,9 @@ def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) ->
 
 
 def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:
-    """Predict samples per second from the ceilings of chapter 1.1.
+    """Predict samples per second from the matrix-product rate and the memory bandwidth measured in chapter 1.1.
 
-    The step time is the time of the matrix products plus the time of the optimizer and activation memory traffic.
+    The predicted step time is the time of the matrix products plus the time to move the bytes of optimizer and activations.
     """
     model = reference_model(name)
     traffic: dict[str, float] = {
@@ -130,7 +133,7 @@ def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> F
 
 
 def _device_basis(context: Context, dtype: str) -> str:
-    """Return the explanation of how the throughputs are predicted, the same for every batch size."""
+    """Return the text that explains the predicted throughputs. It is the same for every batch size."""
     product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
     stream = not_none(not_none(stream_ceiling(context.upstream)).value)
     return (
@@ -151,10 +154,10 @@ def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Fore
 
 
 def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
-    """Return (bytes independent of the batch size, bytes per sample), estimated from the shapes of the model.
+    """Estimate the memory of a training step as (bytes independent of the batch size, bytes per sample).
 
-    The estimate assumes that two copies of each matrix product's output are kept: before and after the norm or activation
-    function.
+    The estimate uses the shapes of the model. It assumes that each output of a matrix product is stored twice: before and after
+    the norm or activation function that follows.
     """
     sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * torch.Size(model.sample_shape).numel()
     return update_of(model).held_bytes * model.parameter_count, sample
@@ -194,8 +197,8 @@ class _Sweep:
     def measure(self) -> None:
         """Measure memory, then time the steps.
 
-        Memory comes first: a step that runs after the timed steps could reuse memory that they freed, and would seem to need
-        less.
+        Memory is measured first, because a step that runs after the timed steps could reuse memory that they freed. Such a step
+        would seem to need less memory.
         """
         batches = sorted(self.options.batches[self.model.name])
         # The first step loads libraries and starts threads, whose memory must not count for any batch.

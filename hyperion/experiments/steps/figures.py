@@ -34,7 +34,7 @@ _COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
 _BAR = 0.36
 _TINY_LAYERS = 2  # number of layers assumed for old operator-count rows that do not record it
 _WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short labels for non-default params
-# Maps a metric of the steps of a batch to its column of the flat table, and to the factor of the column's unit.
+# For each metric of a batch size: its column in the flat table, and the factor that converts values to the column's unit.
 _BATCH_COLUMNS = {
     "forward_time_s": ("forward_ms", 1e3),
     "backward_time_s": ("backward_ms", 1e3),
@@ -44,12 +44,12 @@ _BATCH_COLUMNS = {
     "peak_rss_gib": ("memory_mib", MEMORY_IN_MIB),
     "samples_per_s": ("samples_per_s", 1.0),
 }
-_REFUSED = OUT_OF_MEMORY.removesuffix(": ")  # in the flat table
+_REFUSED = OUT_OF_MEMORY.removesuffix(": ")  # value in the flat table if a batch does not fit
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
 def operator_cost(material: Material) -> Figure | None:
-    """Draw the host time of an operator, of a convolution, and of a Transformer layer in eager and in compiled mode."""
+    """Draw the host time of an operator and of a convolution, and of a Transformer layer in eager and in compiled mode."""
     rows = material.of("operator_cost")
     costs = measured(select(rows, metric="operator_time_s"))
     if not costs:
@@ -75,7 +75,7 @@ def _interval_us(row: Row, times: float = 1.0) -> tuple[float, float, float]:
 
 
 def _microseconds(row: Row, times: float = 1.0) -> str:
-    """Format the value of a row times `times` in microseconds, with as many digits as its interval allows."""
+    """Format a row's value, multiplied by `times`, in microseconds. The row's interval sets the number of digits."""
     return f"{number_within(*_interval_us(row, times))} µs"
 
 
@@ -137,7 +137,7 @@ def model_steps(material: Material) -> Figure | None:
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
     """Return a dict that maps the name of each training-step variant to its rows.
 
-    The name gives the dtype and what else differs from an eager step in the default memory format.
+    The name states the dtype. If the step is compiled or does not use the default memory format, the name states this, too.
     """
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -146,7 +146,7 @@ def _variants(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _name_of(row: Row) -> str:
-    # Rows of older versions have no layout and no mode.
+    # Rows from older versions of the library lack the params "layout" and "mode".
     words = [row.params.get("layout", ""), row.params.get("mode", "")]
     return "\n".join([row.dtype, *(_WORDS[word] for word in words if word in _WORDS)])
 
@@ -335,7 +335,7 @@ def _on_device(rows: list[Row]) -> bool:
 
 
 def monitor_overhead(material: Material) -> Figure | None:
-    """Draw the relative difference of the step times of each pair of blocks, and their mean with its interval."""
+    """Draw the overhead of `hyperion monitor` on the step time for each pair of blocks, and the mean with its interval."""
     rows, samples = measured(material.of("monitor_overhead")), material.samples("monitor_overhead")
     if not rows:
         return None
@@ -356,8 +356,8 @@ def monitor_overhead(material: Material) -> Figure | None:
 def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
     """Yield the fastest step of each reference model, over all formats and batch sizes.
 
-    If the samples of the fastest step were not steady, the page omits it. A slower step does not replace it, because a step with
-    another batch size or format is not comparable. A step whose time the host limits is not yielded.
+    If the samples of the fastest step were not steady, the headlines omit the model. A slower step does not replace the fastest
+    one, because a step with another batch size or format is not comparable. Host-bound steps are not yielded.
     """
     steps = [row for row in rows if row.experiment in ("model_steps", "batch_scaling")]
     for row in best_rows(select(steps, metric="samples_per_s"), lambda row: row.variant):
@@ -369,9 +369,9 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
 def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
     """Return True if the host, and not the device, limits the time of a step.
 
-    This is assumed if another step with at most a quarter of the batch size takes more than half of the time. The device would
-    need about a quarter of the time or less for it, while the host needs the same time for both, because it launches the same
-    kernels.
+    A step counts as host-bound if another step, with at most a quarter of its batch size, takes more than half of its time. If
+    the device limited both, the smaller step would take about a quarter of the time or less. The host needs the same time for
+    both steps, because it launches the same kernels.
     """
 
     def kind(row: Row) -> tuple:
@@ -383,7 +383,7 @@ def _is_host_bound(rate: Row, steps: list[Row]) -> bool:
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
-    """Return one flat table for each model of `batch_scaling`, by its path."""
+    """Return a dict that maps file paths to flat tables, with one table for each model of `batch_scaling`."""
     models = dict.fromkeys(row.variant for rows in runs for row in rows if row.experiment == "batch_scaling")
     return {f"scaling/{model}_batch_scaling.csv": concatenated(_batch_table(rows, model) for rows in runs) for model in models}
 
@@ -434,5 +434,5 @@ PLOTS = (
     ),
 )
 
-# Shared with the subject `baselines`.
+# Folder for tables and figures in a run's benchmarks/. The subject `baselines` uses the same folder.
 RESULTS_FOLDER = "baseline"

@@ -1,4 +1,4 @@
-"""The metric of watching a training step."""
+"""Metric for the overhead of `hyperion monitor` on the time of a training step."""
 
 from hyperion.results import Metric
 

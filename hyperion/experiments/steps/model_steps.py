@@ -38,8 +38,8 @@ from hyperion.workloads.reference_steps import (
 )
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
-# Memory in GiB that may remain after a variant was measured. The BLAS workspaces stay until the process ends and are smaller than
-# this; a model that was not freed is larger.
+# Memory in GiB that may remain allocated after a variant was measured. The BLAS workspaces stay until the process ends, but they
+# are smaller than this. A model that was not freed is larger.
 _LEFT_GIB = 0.25
 _ONE_LAYOUT = "no variant: it works on sequences, which have no channels to put last; only a network of convolutions has"
 _LEFT_OUT = "left out by this profile, for time"
@@ -149,7 +149,7 @@ def _why_not(model: ReferenceModel, variant: StepVariant, device: Device) -> str
         return f"not timed, because it says nothing of the format: {how}"
     if variant.channels_last and not has_layout(model):
         return _ONE_LAYOUT
-    # While Inductor searches for convolution kernels, it reads the older switch (PyTorch 2.11 and 2.13).
+    # When Inductor searches for convolution kernels, it reads PyTorch's older switch of TF32 (PyTorch 2.11 and 2.13).
     return _TWO_SWITCHES if variant.compiled and device.kind != "cpu" and variant.dtype in ("fp32", "tf32") else ""
 
 
@@ -223,7 +223,7 @@ class _Bench:
         if eager is not None:
             blocks = len(model.layout().blocks)
             self.rows.append(_row(context, options, cell, "compile_time_s", compiling_s, {"blocks": blocks}))
-            # Twins of the eager training run: their spread shows how far the losses of correct steps may differ.
+            # Twins are eager training runs with perturbed rounding. Their spread shows how far correct losses may differ.
             twins = train_twins(
                 twin_format(variant.dtype), context.seed, lambda: self._losses_after(self._step(cell, _eager(variant))).tolist()
             )
@@ -254,7 +254,7 @@ class _Bench:
         return self._losses_after(self._step(cell, eager)) if known is None else known
 
     def _losses_after(self, step: TrainingStep) -> np.ndarray:
-        """Run steps until `parity_steps` of them are done, and return the losses of the first `parity_steps` steps."""
+        """Return the losses of the first `parity_steps` steps. If fewer steps have run so far, run the missing ones."""
         count = self.options.parity_steps
         while len(step.losses) < count:
             step.once()
@@ -295,7 +295,8 @@ def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, cou
 def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, timing: StepTiming) -> Row:
     """Return the row with the model FLOPs per second divided by the MAF, the rate of the fastest square matrix product.
 
-    Unlike MFU, which is relative to the data-sheet peak, this share shows how much faster better software could make the step.
+    MFU is relative to the data-sheet peak. This share is relative to a measured rate instead, so it shows how much faster the
+    step could become with better software.
     """
     maf, dtype = maf_row(context.upstream, cell.variant.dtype), cell.variant.dtype
     if maf is None:

@@ -1,7 +1,8 @@
 """How much longer does a training step take while `hyperion monitor` watches the devices?
 
-The monitor is the command of the user, in a process of its own. It is stopped and continued with signals, so that blocks of steps
-with and without it alternate in a random order. A slow drift of the machine then affects both equally.
+The experiment runs the monitor as a user does, as a command in a separate process. Steps are timed in pairs of blocks: one block
+with the monitor and one without it, in random order. Signals stop and continue the monitor between blocks. A slow drift of the
+machine then affects both kinds of blocks equally.
 """
 
 import csv
@@ -22,7 +23,7 @@ from hyperion.errors import HyperionError
 from hyperion.results import mean_estimate
 from hyperion.workloads.reference_steps import TrainingStep
 
-_LONGEST_S = 60.0  # for the start of the monitor, and for its summary
+_LONGEST_S = 60.0  # time limit for the monitor to print its last output and exit
 STOPPED, RUNNING = "stopped", "running"
 
 
@@ -45,14 +46,17 @@ class MonitorOverheadOptions(Options):
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict no overhead, because the monitor has a process of its own."""
+    """Predict an overhead of 0, because the monitor runs in a separate process."""
     options = MonitorOverheadOptions.of(context)
     basis = "the monitor reads in a process of its own, on a core that the step does not need, and writes nothing to a device"
     return [Forecast(options.model, "monitor_overhead", 0.0, basis, dtype="fp32", params=_params(options))]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time pairs of blocks. The value is the mean of the relative differences of the pairs, with Student's interval."""
+    """Time pairs of blocks of steps, one block with the monitor and one without it.
+
+    The row's value is the mean relative difference of the step times over all pairs, with its interval from Student's t.
+    """
     options, file = MonitorOverheadOptions.of(context), context.workspace / "monitor.csv"
     file.parent.mkdir(parents=True, exist_ok=True)
     chance = random.Random(context.seed)
@@ -89,15 +93,15 @@ EXPERIMENT = Experiment(forecast, run, options=MonitorOverheadOptions, stand_in=
 
 @contextmanager
 def monitor(interval_s: float, file: Path) -> Iterator[Callable[[bool], None]]:
-    """Run `hyperion monitor` until the end of the block. Then `file` contains its readings.
+    """Run `hyperion monitor` in the background until the `with` block ends. Afterwards `file` contains its readings.
 
     Yields:
-        A function that stops the monitor (False) or continues it (True). The monitor runs at first.
+        A function that stops the monitor (False) or continues it (True). The monitor is running when the `with` block begins.
 
     Raises:
         HyperionError: the monitor did not start, or failed.
     """
-    # The monitor starts `cat` when it watches. The line that `cat` repeats therefore tells that the monitor runs.
+    # The monitor starts `cat` once it watches the devices. If `cat` echoes a line, the monitor is therefore running.
     command = [sys.executable, "-m", "hyperion", "monitor", "--interval", f"{interval_s}s", "--csv", str(file), "--", "cat"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -121,9 +125,10 @@ def monitor(interval_s: float, file: Path) -> Iterator[Callable[[bool], None]]:
 
 
 def seconds_per_step(step: TrainingStep, kind: str, block_s: float) -> float:
-    """Return the mean time of the steps of one block in seconds. The device is synchronized after each step.
+    """Return the mean step time of one block in seconds.
 
-    The first step is not timed, because the change between running and stopped monitor happens before it.
+    The device is synchronized after each step. The first step is not timed, because the monitor has been stopped or continued
+    immediately before it.
 
     Args:
         step: the training step.

@@ -15,7 +15,7 @@ from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
 from hyperion.results import Row
 
-# Variants of the rows, which hyperion/workloads/reference_steps.py reads.
+# Variant names of the rows. hyperion/workloads/reference_steps.py looks up the rows by these names.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet covers Python, autograd and dispatch"
 _NO_ESTIMATE = "no data sheet states the time that Python, autograd, dispatcher and driver take on this host"

@@ -32,8 +32,8 @@ class MemoryAnswer(Answer):
         label: name of the function.
         device: the device that ran the function.
         before_bytes: total size of the tensors that existed before the call and that the call uses.
-        peak_bytes: largest total size of live tensors: those of `before_bytes`, and the outputs of all operators that PyTorch
-            dispatches.
+        peak_bytes: largest total size of live tensors. The tensors of `before_bytes` and the outputs of all operators that
+            PyTorch dispatches are counted.
         peak_operator: name of the operator after which the total size was largest.
         history_bytes: total size of live tensors after each operator.
         allocator_peak_bytes: peak of the device's allocator over all tensors of the process. None on a CPU.
@@ -127,8 +127,8 @@ class FlopsAnswer(Answer):
         label: name of the function.
         by_operator: a dict that maps the name of an operator ("aten.mm") to its FLOPs, in descending order of FLOPs.
         by_module: a dict that maps the path of a module to its FLOPs, including those of its submodules.
-        uncounted: operators without a formula. Custom operators come first. Otherwise the order is by decreasing number of
-            elements.
+        uncounted: operators without a formula. Custom operators come before PyTorch's own operators. In both groups, operators
+            with more elements come first.
     """
 
     label: str
@@ -276,7 +276,8 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
 
 def watch_memory(function: Callable[[], object], device: Device) -> "PeakCounter":
     """Call a function twice: first to find the existing tensors that the function uses, then to count the live tensors."""
-    # Which existing tensors the call uses is known only at its end, so the call is repeated to count.
+    # The existing tensors that a call uses are known only at the end of the call. Therefore, a second call counts the live
+    # tensors.
     with torch.compiler.set_stance("force_eager"):
         with _ExistingTensors(device) as existing:
             function()

@@ -118,8 +118,10 @@ class Explanation(Answer):
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> list[Row]:
-        """Return a row of the metric `step_time_s`, and for each part a row of the metric `share` with the part's name in
-        params["what"].
+        """Return one row for the step time, and one row for each part of the step.
+
+        The row for the step time has the metric `step_time_s`. The row for a part has the metric `share`, and its params["what"]
+        contains the name of the part.
         """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
@@ -169,7 +171,7 @@ def explain(
     running the step. On a CPU, the parts are the data wait, one part for each kind of operator, and the launch gaps, which are
     the time of the step outside of operators. All other time is unexplained. The kind of a kernel is derived from its name.
 
-    The step runs some hundred times:
+    The step runs a few hundred times:
 
     - Warm-up steps.
     - Three windows of `profiled_steps` steps under the profiler. The window of median length is used.
@@ -182,7 +184,7 @@ def explain(
         step: function that executes one step. It takes the batch as its argument if `data` is given, and no argument otherwise.
             It does not have to synchronise.
         data: source of batches: a callable, or an iterable such as a DataLoader. The iterable is restarted when it ends.
-        device: device of the step, given like the argument `device` of `time`.
+        device: device of the step; see the argument `device` of `time`.
         label: name of the step in the output.
         profiled_steps: number of steps in each profiled window, and on a GPU in each sample.
         ceilings: the rate that matrix products (GEMMs) could reach. With ceilings, the GEMM time is split into the time that is

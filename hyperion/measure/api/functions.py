@@ -250,7 +250,7 @@ def _examine(
     clock, calls = None, 1
     if here.size > 1:
         # The samples and the elapsed time determine how often the functions are called. RanksClock makes both equal on all ranks.
-        # Otherwise, ranks could call a collective a different number of times and hang.
+        # Without it, ranks could call a collective a different number of times and hang.
         clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, settings.back_to_back)
         timed = [functools.partial(repeat, function, calls) for function in functions]
     timings = time_interleaved(
@@ -261,8 +261,8 @@ def _examine(
         time_limit_s=limit_s,
         back_to_back=0 if clock else settings.back_to_back,
         clock=clock,
-        # Subtract the time of the checks so far, of the same checks after the timing, and of one call per function: the checks
-        # after the timing call each function twice.
+        # `used_s` is the time of the checks so far. Subtract it twice, because the checks after the timing take as long. Also
+        # subtract one call per function, because the checks after the timing call each function twice.
         budget_s=limit_s - 2 * used_s - call_s,
     )
     timings = [timing.per_call(calls) for timing in timings]
@@ -603,7 +603,11 @@ def _two_labels(labels: tuple[str, str] | None) -> tuple[str, str] | None:
     if labels is None:
         return None
     if isinstance(labels, str) or not hasattr(labels, "__len__") or len(labels) != 2 or labels[0] == labels[1]:
-        raise HyperionError(f"labels are {labels!r}", where="labels=", next_step="pass two different names, or None")
+        raise HyperionError(
+            f"labels are {labels!r}, which is not a pair of different names",
+            where="labels=",
+            next_step="pass two different names, or None",
+        )
     first, second = labels
     return (_label(first) or "", _label(second) or "")
 

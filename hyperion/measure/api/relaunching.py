@@ -91,7 +91,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Relaunched:
-    """The results of all launches, and the schedule of the turns. The launches of version A come first."""
+    """The results of all launches, and the schedule of the turns. The results of version A come first."""
 
     launches: tuple[Launched, ...]
     plan: TurnPlan
@@ -152,7 +152,10 @@ def relaunch(
 
 
 def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnPlan:
-    """Plan the turns. There are at least 30 rounds; with more rounds, a slice has time for two calls of the slowest function.
+    """Plan the number of rounds and the length of the turns.
+
+    There are at least 30 rounds. More than 30 rounds are planned only if each slice, the sampling time of a function in a turn,
+    is long enough for two calls of the slowest function.
 
     Args:
         call_s: a dict that maps the name of a function to the seconds of one call.
@@ -275,7 +278,8 @@ def _take_turns(team: _Team, plan: TurnPlan, report: Callable[[int, int, str], o
     for turn in range(plan.rounds):
         report(turn, plan.rounds, f"sampling for about {plan.expected_s:.0f} s")
         for name, calls in plan.calls.items():
-            # The order changes in each round, so that no launch always runs with the caches that the same other launch left.
+            # The order changes in each round. With a fixed order, a launch would always run directly after the same other launch,
+            # and would find the caches in the state that the other launch left.
             for place in random.permutation(len(order)):
                 options = {"function": name, "calls": calls, "seconds": plan.slice_s}
                 turns[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **options))

@@ -19,17 +19,17 @@ import torch
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import HarnessError
 
-# Seconds in which a thread becomes idle after its work, and in which a device completes its last event.
+# Time in seconds that a thread needs to become idle after its work, and that a device needs to complete its last event.
 _THREAD_SETTLES_S, _STREAM_SETTLES_S = 2e-3, 2e-4
 
 
 class WorkLeft:
     """Detects work that is still running after a function returned, on other threads or on other GPU streams.
 
-    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps, and a
-    thread of a `ThreadPoolExecutor` also while work waits in the queue of its pool. A thread is idle while it waits in Python's
-    queues, locks, selectors or pools, or while it is blocked in a system call and uses no CPU time. Native threads that Python
-    does not know are not detected.
+    Only threads that became busy after the construction of this object count. A thread is busy while it executes or sleeps. A
+    thread of a `ThreadPoolExecutor` is also busy while work is waiting in the queue of its pool. A thread is idle while it waits
+    in Python's queues, locks, selectors or pools, or while it is blocked in a system call and uses no CPU time. Native threads
+    that Python does not know are not detected.
     """
 
     def __init__(self, device: Device):
@@ -54,7 +54,7 @@ class WorkLeft:
         return ""
 
     def after_a_while(self) -> str:
-        """Like `after_a_call`, but first wait long enough for threads that have finished their work to become idle."""
+        """Wait until threads that have finished their work are idle, and then return the same description as `after_a_call`."""
         time.sleep(10 * _THREAD_SETTLES_S)
         return self.after_a_call()
 
@@ -84,9 +84,9 @@ class WorkLeft:
 
 
 def _queued() -> set[int | None]:
-    """Return the idents of the threads of a `ThreadPoolExecutor` in whose queue work waits.
+    """Return the idents of all threads of each `ThreadPoolExecutor` that has work waiting in its queue.
 
-    On a busy machine, the thread that will take the work may need many milliseconds to start. Until then it appears to be idle.
+    On a busy machine, the thread that will take the work may need many milliseconds to start. Until then, it appears to be idle.
     """
     queues = getattr(concurrent.futures.thread, "_threads_queues", {})
     return {thread.ident for thread in threading.enumerate() if thread in queues and queues[thread].qsize()}
@@ -95,8 +95,14 @@ def _queued() -> set[int | None]:
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
     """Return the ident of the first busy thread, or None if no thread is busy.
 
-    A thread is busy if it is running, uses CPU time during this check, sleeps, if work waits in the queue of its pool, or if the
-    system does not report its state. Threads are given as (Python's ident, native ID).
+    A thread is busy if at least one condition holds:
+
+    - It is running, or it uses CPU time during this check.
+    - It sleeps.
+    - Work is waiting in the queue of its pool.
+    - The system does not report its state.
+
+    Threads are given as (Python's ident, native ID).
     """
     queued = _queued()
     before = [_look(native) for _, native in threads]

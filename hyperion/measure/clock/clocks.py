@@ -61,8 +61,8 @@ class _EventClock:
     between the two events of a sample. Some calls, such as an eager training step, take longer on the host than on the device.
     The device then waits for the host during the call. This wait is part of the time of the call, so it is included.
 
-    If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with a call that is not
-    timed. Without it, the first timed training step was slower than an identical second step.
+    If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with one extra call that is
+    not timed. Without this extra call, the first timed training step was slower than an identical second step.
     """
 
     now = staticmethod(time.monotonic)
@@ -130,7 +130,7 @@ class _HostClock:
 
 
 class WallClock:
-    """The host's clock, for blocks of calls. Each sample is the mean time of `calls` calls in a row.
+    """A host clock that times blocks of calls. Each sample is the mean time of a call in a block of `calls` calls in a row.
 
     The device is synchronised before and after each block.
     """
@@ -192,7 +192,8 @@ class RanksClock:
         here: description of this rank. The process group must be initialised.
         prepare: function that restores the data that the timed call overwrites. It runs before each timed call, and its time is
             not included.
-        step: function that is called with a description of each collective that the clock itself starts, before it starts.
+        step: function that takes the description of a collective. The clock calls it before each collective that the clock itself
+            starts.
     """
 
     def __init__(self, here: World, prepare: Callable[[], object], step: Callable[[str], object]):

@@ -39,15 +39,16 @@ _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
 # A series of samples drifts if it changes by more than this share over its length, and chance does not explain the change.
 DRIFT_TOLERANCE = 0.05
 _DRIFT_Z = 3.29  # two-sided p = 0.001
-# Calls in a row may take up to the first value times the sampled time, plus the second value in seconds, although the clock is
-# correct: the host needs some microseconds per launch, and other processes may slow down the calls.
+# Tolerance of `require_whole_work`. Calls in a row may take up to the first value times the sampled time, plus the second value
+# in seconds. Even with a correct clock, they can take longer than the sampled time, because the host needs some microseconds per
+# launch, and because other processes may slow down the calls.
 _COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
 # Number of tries, and seconds and maximum number of calls per try. One long interruption can make the mean of ten calls many
 # times as large as their median, so a busy machine needs many tries.
 _COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 30, 0.02, 10
 _COVER_TRIES_IN_HASTE = 5
-# With this many readings of the clock that the scheduler did not interrupt, the interrupted readings do not count. In haste,
-# this number is more than half of the tries.
+# If the scheduler did not interrupt at least this many readings of the clock, the interrupted readings are ignored. The second
+# value applies if the time budget is used up. It is more than half of the number of tries in this case.
 _DECISIVE_READINGS, _DECISIVE_READINGS_IN_HASTE = 5, 3
 
 
@@ -129,7 +130,7 @@ class Timing:
         return Estimate(estimate.value, min(ends), max(ends), estimate.n)
 
     def per_call(self, calls: int) -> "Timing":
-        """Return a copy with all times divided by `calls`, for samples that are times of `calls` calls in a row."""
+        """Return a copy with all times divided by `calls`. Use it if each sample is the time of `calls` calls in a row."""
         return replace(self, samples_s=self.samples_s / calls, warmup_s=tuple(seconds / calls for seconds in self.warmup_s))
 
 
@@ -247,7 +248,8 @@ def time_interleaved(
     if flush is not None:
         require_flushed(len(samples[0]) * len(functions), flush.calls, flush.read_all)
     for function, (windows, _), series in zip(functions, warmups, samples, strict=True):
-        # The last window may be a single call that the scheduler interrupted. The check with this time was too weak.
+        # If the scheduler interrupted the calls of the last warm-up window, the time of this window was too long, and the check
+        # before the sampling was too weak. Repeat the check with the median of the samples.
         if _COVER_FACTOR * float(np.median(series)) < windows[-1]:
             require_whole(function, float(np.median(series)))
     return [
@@ -420,8 +422,8 @@ class Energy:
     shorter. `counter_difference` compares the result with the energy counter of the device.
 
     Args:
-        joules: median power times the time of a call, in joules. Its interval follows from that of the time. None if the power is
-            unknown.
+        joules: median power times the time of a call, in joules. Its interval is computed from the interval of the time. None if
+            the power is unknown.
         reason: reason why `joules` is None. "" if it is known.
         power_w: median power during sampling in watts.
         scope: the part of the hardware whose power was read. "device", or "module" if the reading includes both dies of an
@@ -520,18 +522,19 @@ def require_whole_work(
         sample_s: median seconds of one call according to the clock.
         in_a_row: function that makes a given number of calls in a row and returns the host's seconds per call. It returns None if
             this check does not apply to the clock.
-        again: function that times a given number of calls with the clock and returns the seconds of each call. It is used
-            because load on the machine slows down both measurements.
+        again: function that times a given number of calls with the clock and returns the seconds of each call. The check calls it
+            after each slow block, because other load on the machine slows down both measurements.
         over: function that returns True if the time budget is used up.
 
     Raises:
         HarnessError: in each of thirty blocks (five if the time budget is used up), calls in a row took more than three times as
             long as the clock reports.
 
-    A reading of the clock is the median of its samples, because a mean hides that most calls reuse an earlier result. If the
-    scheduler interrupted nearly all readings, it interrupts nearly all calls in a row too. Their time is a mean, so the mean of
-    the samples of interrupted readings is compared with it at the end. If some readings were not interrupted, some calls in a
-    row were not interrupted either, and interrupted readings are no excuse.
+    A reading of the clock is the median of its samples. A mean would hide an error in which most calls reuse an earlier result.
+
+    The scheduler can interrupt a reading. If it interrupts nearly all readings, it also interrupts nearly all blocks of calls in
+    a row. The time of such a block is a mean, so at the end it is compared with the mean of the samples of interrupted readings.
+    If several readings were not interrupted, some blocks were not interrupted either. Interrupted readings are then ignored.
     """
     calls = max(1, min(_COVER_CALLS, int(_COVER_BLOCK_S / max(sample_s, 1e-9))))
     seen: list[float] = []

@@ -1,4 +1,4 @@
-"""Number formats with their tolerances, and checks of outputs against float64 results."""
+"""Define number formats with their tolerances, and check outputs against float64 results."""
 
 import contextlib
 import math
@@ -167,9 +167,10 @@ def largest_error(errors: Iterable[float]) -> float:
 
 
 def error_of_rows(output: torch.Tensor, reference: torch.Tensor, tolerance: float, size: torch.Tensor | None = None) -> float:
-    """Return the relative Frobenius error, or the largest error of any row if it exceeds four times the tolerance.
+    """Return the relative error of an output, such that a single wrong row exceeds the tolerance.
 
-    The rows are checked because a single wrong row hardly changes the Frobenius norm.
+    The result is the relative Frobenius error. If the error of the worst row is above four times the tolerance, the result is the
+    larger of the two errors. The rows are checked because a single wrong row hardly changes the Frobenius norm.
 
     Args:
         output, reference: tensors of the same shape. Their rows are vectors along the last dimension.

@@ -35,8 +35,9 @@ CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
 _CHUNK = 1 << 24
-# Memory for the verification: at most the first value in bytes, and for messages smaller than a chunk at most the second value
-# times their size, because each element of 2 bytes needs an index of 8 bytes and some temporaries.
+# Limits of the memory that the verification needs. The first value is a limit in bytes. For a message smaller than a chunk, the
+# second value times the size of the message is also a limit. This factor is large because each element of 2 bytes needs an index
+# of 8 bytes and some temporary values.
 _CHECKING_BYTES, _CHECKING_FACTOR = 2 << 30, 64
 # Number of rows of the square matrices that the default computation multiplies, by kind of device.
 _PRODUCT = {"cpu": 256, "cuda": 4096, "rocm": 4096}
@@ -208,8 +209,8 @@ class CollectiveMeasurement:
     def busbw_gb_s(self, seconds: float) -> float:
         """Return the bus bandwidth, algorithm bandwidth x bus factor, in 10⁹ bytes/s.
 
-        It is the rate at which bytes cross the link of a rank in one direction, unless a switch does the reduction or the
-        multicast.
+        It is the rate at which bytes cross the link of a rank in one direction. This is not true if
+        a switch does the reduction or the multicast.
         """
         return self.algbw_gb_s(seconds) * self.collective.bus_factor(self.ranks)
 
@@ -278,7 +279,11 @@ class Buffers:
             self._fill_input()
 
     def prepare(self) -> None:
-        """Restore the input of an in-place collective. Otherwise, fill the output with a wrong value, to detect an old result."""
+        """Prepare the buffers for the next call.
+
+        For an in-place collective, restore the input. Otherwise, fill the output with a wrong value, so that a call that writes
+        nothing is detected.
+        """
         if self.collective.in_place:
             self.output.copy_(self.input)
         else:
@@ -310,8 +315,8 @@ class Buffers:
                 f"rank {self.here.rank}: {wrong:,} of {self.output.numel():,} values of {self.described} are wrong {when}: "
                 f"element {place:,} is {actual:g} instead of {expected:g}",
                 where=f"rank {self.here.rank} of {self.here.size}, {self.here.device.name}",
-                next_step="run the collective again; if the same rank fails, its device or link may be broken, otherwise the "
-                "communication library",
+                next_step="run the collective again; if the same rank fails, its device or link may be broken; if another rank "
+                "fails, the communication library may be faulty",
             )
         return verification
 
@@ -440,7 +445,7 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOverlap:
-    """The times of an all-reduce, of a computation, and of both overlapped.
+    """The times of an all-reduce, of a computation, and of a call that overlaps the two.
 
     The three calls are timed alternately. Each sample is the time of the slowest rank.
 

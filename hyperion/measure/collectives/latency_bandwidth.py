@@ -25,8 +25,8 @@ class LatencyBandwidth:
         latency_s: time of a message of size 0 in seconds.
         s_per_gb: seconds per GB (1e9 bytes), the inverse of the bandwidth.
         half_rate_gb: message size in GB at which half of the bandwidth is reached (n_1/2 in Hockney's paper). A message of this
-            size takes twice the latency. The value is meaningless if the interval of `s_per_gb` contains 0, because the times
-            then do not grow with the size.
+            size takes twice the latency. If the interval of `s_per_gb` contains 0, the value is meaningless, because the times
+            may not grow with the size.
         deviation: largest relative difference between a median time and the fit. It is large if the library changes its protocol
             with the message size.
     """
@@ -46,7 +46,7 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
         gigabytes: message sizes in GB (1e9 bytes). At least two of them must be different.
         times_s: for each message size, the samples in seconds.
 
-    Source: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398, for the model.
+    Source of the model: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398.
     """
     # Imported here, because the import takes half a second, which would delay every worker process.
     from scipy.optimize import nnls
@@ -143,12 +143,12 @@ def recommended_bucket(
 ) -> BucketSize:
     """Return the message size at which a collective reaches a given share of its bandwidth.
 
-    The latency then takes 1 - `share` of the time. The number of bytes that cross a link is
+    At this size, the latency is 1 - `share` of the total time. The number of bytes that cross a link is then
     share / (1 - share) x latency x bandwidth.
 
     Args:
-        fit: result of `fit_latency_bandwidth` for this collective. Its message sizes must be the GB that cross a link,
-            bus factor x S / 1e9.
+        fit: result of `fit_latency_bandwidth` for this collective. The message sizes of the fit must be the amounts of data that
+            cross a link in GB, which are bus factor x S / 1e9.
         collective: name of the collective.
         bus_factor: bus factor of the collective for the number of ranks of the fit.
         measured_bytes: the measured message sizes S in bytes. If the result is larger than all measured sizes, it is an

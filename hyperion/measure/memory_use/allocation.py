@@ -34,7 +34,7 @@ class NoMemoryCap(HyperionError):
 
 
 def allocator_refusal(error: Exception, device: Device) -> str | None:
-    """Return the first line of the message of an out-of-memory error, or None for any other error.
+    """Return the first line of the error message if an error means that memory is exhausted. Otherwise, return None.
 
     On a CPU, PyTorch has no exception class for out-of-memory errors, so they are recognised by the message of the allocator.
     oneDNN allocates its own memory. If this fails, its error message only says that it "could not create a primitive". For such
@@ -194,8 +194,8 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
         cap_gib = _CPU_SHARE * free / GIB
     with memory_cap(device, cap_gib) if cap_gib is not None else contextlib.nullcontext() as cap:
         search = _Search(device, step_bytes)
-        # One step more than the memory of the device. If this allocation succeeds, the device overcommits, and the search is
-        # meaningless.
+        # This number of steps exceeds the memory of the device. If such an allocation succeeds, the device overcommits its
+        # memory, and the search is meaningless.
         beyond = device.memory_bytes // step_bytes + 1
         steps, verification = search.verified(search.run(beyond, beyond if cap is None else int(cap.gib * GIB) // step_bytes))
     return LargestAllocation(
@@ -221,7 +221,7 @@ class _Search:
         """Return the largest number of steps that can be allocated, at most `most`.
 
         Args:
-            beyond: number of steps whose allocation must fail.
+            beyond: number of steps (units of `step_bytes`) whose allocation must fail.
             most: upper limit of the result. It is needed under a memory cap, because other threads of this process can free
                 memory during the search.
         """

@@ -446,20 +446,20 @@ class MemoryTimeline(TorchDispatchMode):
 
 
 def _as_activation(life: Birth, forward_end: int) -> Birth:
-    """Return the lifetime with the kind `ACTIVATIONS` if a temporary block was allocated in the forward pass and outlives it.
+    """Change the kind of a temporary block to `ACTIVATIONS` if it was allocated in the forward pass and outlives this pass.
 
-    This also covers blocks that autograd did not save itself. All other lifetimes are returned unchanged.
+    This also covers blocks that autograd itself did not save. The lifetimes of all other blocks are returned unchanged.
     """
     left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
     return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life
 
 
 def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
-    """If an operation is autograd's addition of two gradients of the same tensor, do it in place and return the result.
+    """Do autograd's addition of two gradients of the same tensor in place, and return the result.
 
-    Return None for any other operation. The addition is recognised by two properties: gradients are disabled, and both tensors
-    have the same shape, strides and dtype. In a recomputed forward pass, gradients are enabled, and backward formulas hardly ever
-    add two tensors with the same layout.
+    For any other operation, do nothing and return None. The addition is recognised by two properties: gradients are disabled, and
+    both tensors have the same shape, strides and dtype. In a recomputed forward pass, gradients are enabled, and backward
+    formulas hardly ever add two tensors with the same layout.
     """
     if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
         return None

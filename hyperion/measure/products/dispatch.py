@@ -11,9 +11,9 @@ attention includes the product that recomputes the scores.
 
 Every product counts 2·M·N·K FLOPs. The sums equal those of torch.utils.flop_counter with these exceptions:
 
-- torch.utils.flop_counter has no formula for attention on CPUs and for integer products.
-- For the weight gradient of a grouped convolution, torch.utils.flop_counter counts the input channels of all groups, and this
-  module those of one group.
+- torch.utils.flop_counter has no formula for attention on CPUs or for integer products. This module counts both.
+- For the weight gradient of a grouped convolution, torch.utils.flop_counter counts the input channels of all groups. This module
+  counts only the input channels of one group.
 """
 
 import contextlib
@@ -326,9 +326,9 @@ def _convolution_backward(call: Call) -> Iterator[Product]:
 
 
 def _unfolded(call: Call, image: TensorShape, output: TensorShape) -> tuple[tuple[int, int, int], ...]:
-    """Return (M, N, K) for the convolution, for the gradient of the image, and for the gradient of the kernel.
+    """Return three tuples (M, N, K): for the convolution, for the gradient of the image, and for the gradient of the kernel.
 
-    A transposed convolution computes the image gradient of another convolution, so its first two results are swapped.
+    A transposed convolution computes the image gradient of another convolution, so the first two tuples are swapped for it.
     """
     kernel, transposed = call.arguments["weight"], bool(call.arguments.get("transposed", False))
     pixels = image if transposed else output

@@ -60,8 +60,8 @@ def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0
     """Return the tiling with the largest share, among the tile sizes of `TILES`. K is not split.
 
     Args:
-        tolerance: a larger tile is preferred if its share is smaller by at most this value, because larger tiles load fewer
-            bytes per FLOP.
+        tolerance: largest loss in `Tiling.share` that is accepted for a larger tile. Larger tiles are preferred because they load
+            fewer bytes per FLOP.
     """
     tilings = [tile(m, n, batch, units, size) for size in TILES]
     least = max(tiling.share for tiling in tilings) - tolerance
@@ -184,7 +184,7 @@ def explain_gap(
     factors: list[GapFactor] = []
     rate = peak.tflops
     for name, factor, reason in _known(product, peak, clock_mhz, bandwidth_gb_s, launch_time_s):
-        # The factors for memory and launch are functions of the rate that the previous factors allow.
+        # The factors for memory and launch depend on the rate that the previous factors allow.
         share = factor(rate) if callable(factor) else factor
         rate = rate if share is None else rate * share
         factors.append(GapFactor(name, share, rate, reason))
@@ -198,7 +198,8 @@ def _known(
 ) -> Iterator[tuple[str, float | Callable[[float], float] | None, str]]:
     """Yield (name, factor, reason) for each known limit.
 
-    A factor that depends on the rate that the previous factors allow is a function of this rate. An unknown factor is None.
+    Some factors depend on the rate that the previous factors allow. Such a factor is a function that takes this rate and returns
+    the factor. An unknown factor is None.
     """
     if clock_mhz is None or peak.clock_mhz is None:
         yield "clock", None, "the clock was not readable" if clock_mhz is None else "the data sheet names no clock"

@@ -25,8 +25,8 @@ from hyperion.measure.clock.verify import NumberFormat, Verification, format_of,
 
 _torch: Any = torch  # torch's type stubs lack torch._int_mm and torch._scaled_mm, which are not public
 _SAMPLED = 4096
-# Smallest `distinct_share` of data that is not constant. Among 4096 samples, the 8-bit activations of real layers have dozens of
-# distinct values.
+# Smallest `distinct_share` of data that counts as not constant. It is small because 4096 samples of the 8-bit activations of real
+# layers contain only dozens of distinct values.
 _LEAST_DISTINCT = 0.005
 
 DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -72,7 +72,8 @@ class Gemm:
     - int8: `torch._int_mm`. The output is int32.
     - all other formats: `torch.mm`.
 
-    If the device has no units for a format, PyTorch may convert the operands. `device.supports(dtype)` returns whether it has.
+    If the device has no units for a format, PyTorch may convert the operands. Use `device.supports(dtype)` to find out whether
+    the device has such units.
 
     Args:
         m, n, k: sizes of C[M,N] = A[M,K]·B[K,N].
@@ -197,7 +198,7 @@ class Gemm:
 
         Raises:
             RefusedProduct: the library does not support this product.
-            HarnessError: the operands do not fit the name of their distribution, or `flops` is wrong.
+            HarnessError: the operands do not have the distribution that `data` names, or `flops` is wrong.
         """
         with matmul_precision(self.format):
             self.first_call()
@@ -333,7 +334,7 @@ def verify_data(data: str, *operands: torch.Tensor) -> Verification:
 
 
 def require_passed(verification: Verification) -> None:
-    """Raise an error if the operands are not the data that their label names.
+    """Raise an error if the check of the operands failed, which means that their values do not match their label.
 
     Raises:
         HarnessError: the verification failed. The message contains the name, the error and the tolerance of the verification.

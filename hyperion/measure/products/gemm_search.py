@@ -26,7 +26,7 @@ from hyperion.measure.products.gemm import Gemm, Operand, made_up
 from hyperion.results import Estimate
 
 FINALISTS = 6
-# Logarithm of 1.05: finalists are at most this factor slower than the best shape.
+# A finalist may be at most 1.05 times slower than the best shape. Rates are compared as logarithms.
 _WITHIN = math.log(1.05)
 # Share of the time limit for ranking the shapes. The rest is for timing the finalists.
 _SHARE_OF_RANKING = 0.6
@@ -224,7 +224,7 @@ def time_shapes(
 ) -> list[Finalist]:
     """Time matrix products of given shapes alternately, with cold caches, and verify their outputs.
 
-    For example, this compares the best shapes of two searches.
+    For example, use this function to compare the best shapes of two searches.
 
     Args:
         shapes: the shapes (M, N, K). The result has the same order.
@@ -257,7 +257,7 @@ def grid(largest: int, step: int) -> list[Shape]:
 
 
 class ShapeRanking:
-    """Ranks the shapes of a grid by their rates until a deadline.
+    """A ranking of the shapes of a grid by their rates. Shapes are sampled until a deadline.
 
     Args:
         largest, step: arguments of `grid`.
@@ -375,8 +375,8 @@ class ShapeRanking:
     def _block(self, shapes: list[Shape]) -> tuple[list[Shape], list[Shape]]:
         """Split the shapes into a block and the rest. The block is sampled before the time is checked again.
 
-        A shape whose product would take too long ends the block. The samples of the block may raise the best rate, which makes
-        the estimated time of this shape shorter. If the first shape would take too long, it is dropped.
+        The block ends before the first shape whose product would take too long. The samples of the block may raise the best rate,
+        which makes the estimated time of this shape shorter. If the first shape would take too long, it is dropped.
 
         Returns:
             (shapes of the block, remaining shapes).
@@ -392,7 +392,7 @@ class ShapeRanking:
 
 
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
-    """Separate the rates of the shapes from the drift of the clock frequency. Return the logarithms of the rates.
+    """Estimate the logarithm of the rate of each shape, without the effect of drift of the clock frequency.
 
     Each value is modelled as the effect of its shape plus the drift. The model is fitted by median polish. The effect of a shape
     is the logarithm of its rate without drift.
@@ -525,7 +525,7 @@ def fastest_first(finalists: list[Finalist]) -> list[int]:
 
 
 def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple[list[Shape], float]:
-    """Choose the finalists among the best shapes: as many as fit into the remaining time, but at least one.
+    """Choose as many of the best shapes as finalists as can be timed in the remaining time, but at least one.
 
     Args:
         left_s: remaining seconds.

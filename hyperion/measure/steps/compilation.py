@@ -63,7 +63,7 @@ class Compilation:
 
 
 def missing_compiler(device: Device) -> str:
-    """Return an error message if Inductor does not find the compiler that it needs for this device, else ""."""
+    """Return an error message if Inductor cannot find the compiler that it needs for this device. Otherwise, return ""."""
     if device.kind == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -135,7 +135,7 @@ def measure_compilation(
         The compiled function and the measurement.
 
     Raises:
-        HyperionError: the mode is unknown, or the function is still compiled again after 20 calls.
+        HyperionError: the mode is unknown, or even after 20 calls, a call still triggers a compilation.
         torch._dynamo.exc.TorchDynamoException: the compiler failed.
     """
     import torch._inductor.compile_fx  # not timed: the first import takes seconds
@@ -168,11 +168,11 @@ def measure_compilation(
 def measure_first_calls(function: Callable, device: Device) -> float:
     """Return the compile time in seconds of a function that contains compiled parts, starting with empty caches.
 
-    Compiler errors are raised. It is also an error if a part would be compiled more than 32 times. By default, PyTorch would only
-    log this and run the part in eager mode. Importing the compiler is not timed.
+    Compiler errors are raised. An error is also raised if a part would be compiled more than 32 times. By default, PyTorch only
+    logs such a part and runs it in eager mode. Importing the compiler is not timed.
 
     Raises:
-        HyperionError: the function is still compiled again after 20 calls.
+        HyperionError: even after 20 calls, a call still triggers a compilation.
         torch._dynamo.exc.TorchDynamoException: the compiler failed, or a part would be compiled more than 32 times.
     """
     import torch._inductor.compile_fx  # not timed: the first import takes seconds

@@ -1,8 +1,8 @@
 """Measure the host time of a kernel launch, and the host time of a training step per operator and per compiled block.
 
-The host time of an operator is the time of Python, autograd, the dispatcher and the launch. It is measured with a network of tiny
-tensors. In a training step of this network, the device always waits for the host, so the time of the step is the host time. In a
-large model, the device also waits for the host wherever a kernel takes less time than the host needs for an operator.
+The host time of an operator is the time that Python, autograd, the dispatcher and the launch take. It is measured with a network
+of tiny tensors. In a training step of this network, the device always waits for the host, so the time of the step is the host
+time. In a large model, the device also waits for the host wherever a kernel takes less time than the host needs for an operator.
 
 Convolutions and batch norms have a separate cost, because in each of their calls a library (cuDNN or MIOpen) looks up a plan and
 enqueues several kernels.
@@ -91,8 +91,9 @@ class OperatorCost:
 
     @property
     def other_operators(self) -> int:
-        """Difference in the number of operators that are neither convolutions nor batch norms, between the steps with many and
-        with few convolutions.
+        """Difference in the number of other operators between the steps with many and with few convolutions.
+
+        Other operators are neither convolutions nor batch norms.
         """
         few, many = self.convolving
         return many.plain - few.plain
@@ -322,7 +323,7 @@ class WorthwhileSize:
 
 
 def measure_launch(device: Device, *, time_limit_s: float = 1.0) -> LaunchCost:
-    """Time the launch of a minimal kernel, which adds 1 to one number.
+    """Measure the time to launch a minimal kernel, which adds 1 to one number.
 
     The kernel is launched eagerly. If the device supports graphs, 1,000 launches are also captured in a graph and replayed.
 
@@ -347,8 +348,8 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
     """Return the size at which a copy takes as long as its launch.
 
     On a GPU, this is the size at which the device time of a copy (measured in a graph) equals the host time of an eager launch.
-    The speed of a loop that launches larger copies is limited by the device, and with smaller copies by the host. On a CPU, the
-    time of a call contains both the launch and the copy, so this is the size at which a call takes twice the launch time.
+    In a loop that launches larger copies, the device limits the speed. With smaller copies, the host limits the speed. On a CPU,
+    the time of a call contains both the launch and the copy, so this is the size at which a call takes twice the launch time.
 
     Between measured sizes, time and size are interpolated on logarithmic scales. The interval of the result is a bootstrap
     interval over all timings, and is limited to the measured range.

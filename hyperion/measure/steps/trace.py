@@ -382,10 +382,10 @@ class _Stamps:
         self.steps[-1].setdefault(name, []).append((start, self._clock.stamp()))
 
     def seconds(self, samples_s: np.ndarray) -> dict[str, np.ndarray]:
-        """Return a dict that maps the name of a phase to its seconds in each of these steps.
+        """Return a dict that maps the name of a phase to the seconds that it took in each step.
 
         Args:
-            samples_s: the seconds of the steps in the order in which they were sampled, shape [steps].
+            samples_s: the sampled times of these steps in seconds, in the order in which they were taken, shape [steps].
         """
         steps = self._steps_of(samples_s)
         names = list(steps[0])
@@ -398,8 +398,8 @@ class _Stamps:
         return {name: np.array([self._sum(step[name]) for step in steps]) for name in names}
 
     def _steps_of(self, samples_s: np.ndarray) -> list[dict[str, list[tuple]]]:
-        # Warm-up windows come before these samples, and the check that calls in a row take as long may come after them. Both
-        # also take samples, so the samples are found by their times.
+        # `self._sampled` also contains samples of the warm-up, which come first, and samples of `require_whole_work`, which may
+        # come last. Find the wanted samples by comparing their times.
         taken_s, count = np.array([seconds for seconds, _ in self._sampled]), len(samples_s)
         start = next(at for at in range(len(taken_s) - count, -1, -1) if np.array_equal(taken_s[at : at + count], samples_s))
         return [step for _, step in self._sampled[start : start + count]]

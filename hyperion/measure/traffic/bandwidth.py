@@ -70,7 +70,7 @@ REDUCTIONS = {"dot": Operation("dot", 2, lambda out, a, b: torch.dot(a, b, out=o
 
 @dataclass(frozen=True)
 class BandwidthMeasurement:
-    """The timing of one STREAM operation.
+    """The timing of one STREAM operation and the check of its output.
 
     Args:
         operation: name of the operation.
@@ -225,7 +225,7 @@ def measure_between(
 def measure_copy(
     source: torch.Tensor, destination: torch.Tensor, device: Device, *, pinned: bool | None, time_limit_s: float
 ) -> CopyMeasurement:
-    """Time copies from one tensor to another, and compare the two tensors bit for bit.
+    """Time copies from one tensor to another. Then compare the two tensors bit for bit.
 
     Before the timing, the destination is filled with wrong values, so that a copy that writes nothing is detected.
 

@@ -34,8 +34,9 @@ _BYTES_A_CALL = 32 * MIB
 # PyTorch uses one thread per this many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
 _ELEMENTS_A_THREAD = 32_768
 _BLOCK_S = 2e-3
-# A call of this duration hides the launch of the next call, so it needs no graph. A graph would also change what is measured: a
-# captured copy of 512 MiB or 1 GiB reaches two thirds of the bandwidth of the same copy outside of a CUDA graph.
+# A call that takes at least this time in seconds hides the launch of the next call, so it needs no graph. A graph would also
+# change the result: in a CUDA graph, a copy of 512 MiB or 1 GiB reaches only two thirds of the bandwidth that it reaches outside
+# of a graph.
 _LONG_CALL_S = 2e-4
 NO_GRAPHS = "unavailable: a CPU has no graphs"
 
@@ -58,8 +59,8 @@ class CacheCapacity:
         """Return the size in bytes of the largest working set that fits into the caches of this level.
 
         Args:
-            sharers: number of cores that access the working set, each one a different part of it. The cores are spread over the
-                caches.
+            sharers: number of cores that access the working set. Each core accesses a different part of it. The cores are
+                spread over the caches.
         """
         return self.bytes * min(sharers, self.count)
 
@@ -80,7 +81,8 @@ class CachePoint:
         bytes: bytes read plus bytes written by one call, over all passes.
         level: name of the innermost cache level into which the working set fits. "memory" if it fits into no cache. None if the
             sizes of the caches are unknown. Other levels may also serve some of the accesses.
-        level_basis: the compared sizes as text, or the reason why `level` is None.
+        level_basis: text that compares the size of the working set with the sizes of the caches, or the reason why `level` is
+            None.
         captured: whether the calls were captured in a graph, so that there are no launches between them.
         long: whether a call on a GPU takes so long that it hides the launch of the next call. Such calls are not captured.
         how: description of how the calls are made and timed.
@@ -130,13 +132,13 @@ def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapaci
 
     Args:
         working_set: size of the working set in bytes.
-        sharers: number of cores that access the working set, if each core accesses a different part of it. 1 for a GPU, or if
-            each core accesses the whole working set.
+        sharers: number of cores that share the working set, so that each core accesses a different part of it. Pass 1 for a GPU,
+            or if each core accesses the whole working set.
         capacities: cache levels, innermost first.
 
     Returns:
-        (name of the level, the compared sizes as text). The name is "memory" if the working set fits into no cache. If
-        `capacities` is empty, (None, reason).
+        (name of the level, text with the sizes that were compared). The name is "memory" if the working set fits into no cache.
+        If `capacities` is empty, the result is (None, the reason why the level is unknown).
     """
     if not capacities:
         return None, "the system does not report the sizes of the caches"
@@ -211,9 +213,9 @@ def measure_cache_sweep(
 class _Work:
     """The tensors of one working set, and the call that accesses these tensors.
 
-    On a CPU, in the operation "read", every core reads the whole working set, which must fit into the caches of each core. A
-    working set of more than `shared_up_to` bytes fits into no cache, and each core reads only a part of it. In the operation
-    "copy", each core always copies a part of the working set.
+    On a CPU, the operation "read" works in one of two ways. A working set of at most `shared_up_to` bytes fits into the caches of
+    each core, and every core reads the whole working set. A larger working set fits into no cache, and each core reads only a
+    part of it. In the operation "copy", each core always copies only a part of the working set.
     """
 
     def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, shared_up_to: int):

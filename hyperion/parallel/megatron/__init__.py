@@ -1,1 +1,1 @@
-"""Megatron-core: its adaptation to devices without CUDA, and a Llama in its layouts."""
+"""Megatron-core: adapt it to devices without CUDA, and train a Llama with its tensor, pipeline and data parallelism."""

@@ -54,7 +54,7 @@ def model_parallel(layout: MegatronLayout) -> Iterator[None]:
 def build_gpt(
     shape: LlamaShape, layout: MegatronLayout, length: int, norm_epsilon: float = 1e-6, rope_theta: float = 1e4
 ) -> GPTModel:
-    """Return this rank's part of a GPTModel with the architecture of a Llama, in float32. All fusions are off.
+    """Return this rank's part of a GPTModel with the architecture of a Llama, in float32. It uses no fused kernels.
 
     Args:
         shape: shape of the Llama, with untied embeddings.
@@ -113,7 +113,7 @@ def load_llama_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: Ll
     Args:
         model: the model of `build_gpt`.
         weights: the state dict of the LlamaForCausalLM, on every rank.
-        shape, layout: those of the model.
+        shape, layout: shape and layout with which the model was built.
     """
     part = rank_weights(weights, shape, layout, *_place())
     known = dict(model.named_parameters())
@@ -132,7 +132,7 @@ def whole_weights(model: GPTModel, shape: LlamaShape, layout: MegatronLayout) ->
     mine = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((_place(), mine), found)
-    # Replicas have the same place and the same weights.
+    # Replicas return equal keys and equal weights, so it does not matter which of them is kept.
     return joined_weights(dict(found), shape, layout) if found else {}
 
 

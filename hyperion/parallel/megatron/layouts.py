@@ -11,12 +11,15 @@ from hyperion.models.llama import LlamaShape, layer_shapes
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """How megatron-core divides a training among ranks. Ranks that remain form replicas (data parallelism).
+    """Layout of a training run in megatron-core: how its work is divided among ranks.
+
+    `tensor` · `pipeline` ranks form a replica of the model. With more ranks, there are several replicas (data parallelism).
 
     Args:
         tensor: number of ranks that share each matrix.
         pipeline: number of stages, each with an equal part of the layers.
-        sequence: whether the ranks that share matrices also divide the norms and residuals along the sequence.
+        sequence: whether sequence parallelism is used: the ranks that share matrices also divide the norms and residuals along
+            the sequence.
         distributed_optimizer: whether replicas divide the state of the optimizer.
         micro_batches: number of micro-batches of a step on each replica.
     """
@@ -65,8 +68,8 @@ def rank_state_bytes(shape: LlamaShape, layout: MegatronLayout, stage: int, rank
 def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> Tensor:
     """Return the weights of queries, keys and values as one matrix, in the order of megatron-core.
 
-    For each key-value head, the matrix has the rows of its queries, then of its key, then of its value. So a part of the rows
-    holds whole heads.
+    The rows are grouped by key-value head: first the rows of its query heads, then those of its key, then those of its value. If
+    the rows are divided among ranks, each rank therefore gets whole heads.
 
     Args:
         weights: the state dict of a LlamaForCausalLM.
@@ -80,7 +83,7 @@ def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> 
 def rank_weights(
     weights: Mapping[str, Tensor], shape: LlamaShape, layout: MegatronLayout, stage: int, tensor_rank: int
 ) -> dict[str, Tensor]:
-    """Return a rank's part of a Llama's weights, by megatron-core's names.
+    """Return a rank's part of the weights of a Llama, as a dict with megatron-core's names.
 
     Args:
         weights: the state dict of a LlamaForCausalLM.
@@ -105,7 +108,7 @@ def rank_weights(
         )
         part[to + "self_attention.linear_proj.weight"] = columns(weights[of + "self_attn.o_proj.weight"])
         part[to + "pre_mlp_layernorm.weight"] = weights[of + "post_attention_layernorm.weight"]
-        # Each rank has its part of the gate and below it the same part of the other projection.
+        # linear_fc1 contains the rank's part of the gate projection, followed by its part of the up projection.
         pair = [rows(weights[of + f"mlp.{name}_proj.weight"]) for name in ("gate", "up")]
         part[to + "mlp.linear_fc1.weight"] = torch.cat(pair)
         part[to + "mlp.linear_fc2.weight"] = columns(weights[of + "mlp.down_proj.weight"])
@@ -121,7 +124,7 @@ def joined_weights(
     """Return the state dict of a LlamaForCausalLM from the parts of all ranks. This reverses `rank_weights`.
 
     Args:
-        parts: by (stage, number of the rank among those that share each matrix), the part of the rank.
+        parts: the part of each rank. The key is (stage, number of the rank among the ranks that share each matrix).
         shape, layout: as in `rank_weights`.
     """
     weights = {}

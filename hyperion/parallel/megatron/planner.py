@@ -1,7 +1,9 @@
-"""Which layouts can train a Llama? A layout is rejected if something cannot be divided equally, or if it does not fit.
+"""Find the layouts of ranks that can train a Llama with megatron-core.
+
+A layout is rejected if something cannot be divided equally, or if state and activations do not fit into the memory of a device.
 
 The state is that of training in bf16: a rank has 2 bytes for each of its parameters, 4 for its gradient, and 12 for the float32
-copy and the moments of Adam. With the distributed optimizer, replicas divide the 12.
+copy and the moments of Adam. With the distributed optimizer, the replicas divide these 12 bytes among themselves.
 
 The activations are counted as in Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
 arXiv:2205.05198, sections 4 and 5, for a Llama: it has no dropout, an MLP with three matrices, and fewer key-value heads. For
@@ -13,12 +15,12 @@ these bytes in bf16, on t tensor-parallel ranks and with sequences of length s:
     6f / t         two products of the MLP, and the input of its last matrix
     2as / t        scores of the attention, which a fused attention does not store
 
-Sequence parallelism divides the 8h by t, too. With full recomputation, a layer stores only its input of 2h bytes, which sequence
-parallelism divides, and the activations of one layer exist at a time.
+Sequence parallelism also divides the 8h by t. With full recomputation, a layer stores only its input of 2h bytes, which sequence
+parallelism also divides by t. In addition, all activations of one layer exist at a time, while this layer is recomputed.
 
-This is a lower bound. The norms and the activation function of the MLP are assumed to be fused: without fusion, they store more.
-Fragments, buffers of communication and the memory of the libraries are not counted. So a layout that is rejected cannot train
-with these micro-batches and an attention that is not fused, and one that just fits may still run out of memory.
+This is a lower bound. The norms and the activation function of the MLP are assumed to be fused. Without fusion, they store more.
+Memory fragmentation, communication buffers and the memory of libraries are not counted. So a rejected layout cannot train with
+these micro-batches if attention is not fused. A layout that just fits may still run out of memory.
 """
 
 from dataclasses import dataclass
@@ -32,12 +34,12 @@ _PARAMETER_BYTES, _OPTIMIZER_BYTES = 2 + 4, 4 + 8
 
 @dataclass(frozen=True)
 class Batch:
-    """The micro-batches of a training. There are at least as many as stages.
+    """Size of the micro-batches of a training run. A step is assumed to have at least as many micro-batches as stages.
 
     Args:
         sequence_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
-        recompute: whether each layer stores only its input, and is computed again in the backward pass (full recomputation).
+        recompute: whether full recomputation is used: each layer stores only its input and is recomputed in the backward pass.
     """
 
     sequence_length: int
@@ -46,7 +48,7 @@ class Batch:
 
 
 def mixed_precision_bytes(shape: LlamaShape, layout: MegatronLayout, ranks: int) -> float:
-    """Return the bytes of parameters, gradients and optimizer on the fullest rank, in bf16 with float32 copies.
+    """Return the bytes of parameters, gradients and optimizer state on the fullest rank, for bf16 with float32 copies.
 
     Args:
         shape: shape of the Llama, with untied embeddings.
@@ -93,7 +95,7 @@ def training_bytes(shape: LlamaShape, layout: MegatronLayout, ranks: int, batch:
 
 
 def why_rejected(shape: LlamaShape, layout: MegatronLayout, ranks: int, memory_bytes: float, batch: Batch) -> str:
-    """Return why a layout cannot train a Llama on some ranks, or "" if nothing speaks against it.
+    """Return why a layout cannot train a Llama on this number of ranks, or "" if no reason is known.
 
     megatron-core can also repeat key-value heads if there are more tensor-parallel ranks than such heads. This function rejects
     such layouts, because their ranks have more parameters than the formula says.
@@ -128,9 +130,10 @@ def why_rejected(shape: LlamaShape, layout: MegatronLayout, ranks: int, memory_b
 def smallest_layout(
     shape: LlamaShape, ranks: int, memory_bytes: float, batch: Batch, node_ranks: int = 8
 ) -> MegatronLayout | None:
-    """Return the layout with the fewest ranks of a replica that is not rejected, or None.
+    """Return the possible layout with the fewest ranks per replica, or None if all layouts are rejected.
 
-    Fewer ranks of a replica communicate less. Among equal numbers, the layout with fewer stages is chosen, which has no bubble.
+    A replica with fewer ranks communicates less. Of two layouts with equally many ranks, the one with fewer stages is returned,
+    because it has a smaller bubble.
 
     Args:
         shape, ranks, memory_bytes, batch: as in `why_rejected`.

@@ -1,7 +1,7 @@
 """The release of megatron-core that this library uses, and the changes that let it run without CUDA.
 
-The changes are data (`adaptation.toml`). Each file that they change has the hash of its published text. So a file is either as
-published, or adapted, or foreign, and a foreign file is refused.
+The changes are listed in `adaptation.toml`, with the hash of the published text of each changed file. With this hash, a file is
+recognized as published, adapted, or foreign (any other text). A foreign file is refused.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ COMMIT = "55ac7082517c3878ae653c07c09c534b8aed49f6"
 INSTALL = "hyperion frameworks install megatron-core"
 PUBLISHED, ADAPTED, FOREIGN = "published", "adapted", "foreign"
 _CHANGES = Path(__file__).with_name("adaptation.toml")
-# Regular expressions of warnings that every rank would print: fallbacks that this library wants, advice for CUDA, and functions
-# of PyTorch that the release calls by old names.
+# Regular expressions of expected warnings, which every rank would print. They announce fallbacks that this library wants, give
+# advice for CUDA, or report deprecated PyTorch functions that the release calls.
 _EXPECTED_WARNINGS = (
     "(Transformer Engine and )?Apex (is|are) not installed",
     "full scope is deprecated",
@@ -40,10 +40,10 @@ _EXPECTED_WARNINGS = (
 
 @dataclass(frozen=True)
 class Replacement:
-    """Replace a text wherever it occurs in a file.
+    """Replacement of a text at all its occurrences in a file.
 
     Args:
-        old, new: the text, and the text that replaces it.
+        old, new: the old text and the new text.
         times: how often `old` occurs in the file.
     """
 
@@ -54,7 +54,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one file.
+    """The changes to one file.
 
     Args:
         file: path of the file inside the folder `megatron/core`.
@@ -69,7 +69,7 @@ class Change:
     replace: tuple[Replacement, ...]
 
     def apply(self, text: str) -> str:
-        """Return the adapted text of the published text.
+        """Apply the replacements to the published text, and return the adapted text.
 
         Raises:
             HyperionError: a text to replace does not occur as often as it should.
@@ -87,7 +87,7 @@ class Change:
         return text
 
     def state(self, text: str | None) -> str:
-        """Return whether a text is the published text, the adapted text, or foreign. None is a file that does not exist."""
+        """Return "published", "adapted" or "foreign" for the text of a file. A file that does not exist has the text None."""
         if not self.sha256:
             return PUBLISHED if text is None else ADAPTED if text == self.replace[0].new else FOREIGN
         if text is None:
@@ -97,7 +97,7 @@ class Change:
         return ADAPTED if self.revert(text) is not None else FOREIGN
 
     def revert(self, text: str) -> str | None:
-        """Return the published text of an adapted text. None if the text is not the adapted text."""
+        """Return the published text for an adapted text, or None if the given text is not the adapted text."""
         published = text
         for part in reversed(self.replace):
             if published.count(part.new) < part.times:
@@ -168,7 +168,7 @@ def find_release() -> Path:
     Raises:
         HyperionError: the package is not installed, or has another version.
     """
-    # Of the installed package and not of a copy that this process already imports.
+    # Skip the adapted copies: this process may have put one of them on sys.path.
     folders = [Path(entry) / "megatron" / "core" for entry in sys.path if entry and not Path(entry).is_relative_to(copies_root())]
     frameworks = data_folder() / "frameworks"
     folders += sorted(frameworks.glob("megatron-core-*/lib/python*/site-packages/megatron/core"))
@@ -192,7 +192,7 @@ def require_release(core: Path) -> None:
     """Check that a folder `megatron/core` has the version that this library uses.
 
     Raises:
-        HyperionError: it has another version, or is no such folder.
+        HyperionError: the folder has another version, or it is not a folder `megatron/core`.
     """
     text = _read(core / "package_info.py")
     if text is None:
@@ -236,7 +236,7 @@ def use_adapted() -> Path:
     """Make `import megatron.core` import the adapted copy in this process, and return its folder.
 
     Raises:
-        HyperionError: this process has already imported another copy, or see `adapted_copy`.
+        HyperionError: this process has already imported another copy, or `adapted_copy` raised an error.
     """
     folder = adapted_copy()
     loaded = getattr(sys.modules.get("megatron.core"), "__file__", None)
