@@ -1,4 +1,4 @@
-"""Measure how much time torch.compile saves in a call, and how much time compilation takes.
+"""How much time does torch.compile save in a call, and how much time does compilation take?
 
 Each compiler mode of each model is measured in a separate process, in which timed calls of the compiled model and of the eager
 model alternate.

@@ -1,4 +1,4 @@
-"""Check which architectures of transformers run on this device, and whether their results are correct.
+"""Which architectures of transformers run on this device, and are their results correct?
 
 Each architecture is built from its configuration class with a few thousand random weights, without a download. Its float32 logits
 and gradients are compared with the same model in float64 on the CPU. Generation with a cache must choose the same tokens as plain

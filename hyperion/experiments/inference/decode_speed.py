@@ -1,4 +1,4 @@
-"""Measure how fast one sequence can be decoded, and compare the time with the time to read all weights once per token.
+"""How fast can one sequence be decoded, and how close is this to reading all weights once per token?
 
 To decode one token of one sequence, the device reads every weight and uses it for a single multiply-add. So the minimum time per
 token is the size of the weights and the cache, divided by the memory bandwidth. Fewer bytes per weight reduce this time.

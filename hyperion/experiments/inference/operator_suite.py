@@ -1,4 +1,4 @@
-"""Check which PyTorch operators compute correct results on this device, forward and backward, in each number format.
+"""Which PyTorch operators compute correct results on this device, forward and backward, in each number format?
 
 Each operator is called with the sample inputs of PyTorch's own tests, and its outputs and gradients are compared with float64 on
 the CPU. `rounding` derives the tolerances, and `operator_checks` lists the operators. The gap report lists all operators that are
@@ -37,7 +37,7 @@ class OperatorSuiteOptions(Options):
     Args:
         formats: number formats.
         samples: number of sample inputs for each operator and format, or 0 for all of them.
-        probes: number of float64 references with randomly changed inputs. This number is computed twice: for changes as large
+        probes: number of float64 references with randomly changed inputs. There are that many for changes as large
             as the unit roundoff of the tested format, and for changes as large as that of float64. See `rounding`.
         compiled: operators that are also checked with torch.compile.
     """
@@ -127,6 +127,8 @@ def collect_outcomes(
                 break
             except JobError as error:
                 own = [name for name in own if name not in _read(file)]
+                if not own:  # the process crashed after its last operator had an outcome
+                    break
                 lines = error.what.strip().splitlines()
                 reason = f"the process ended: {lines[0]}" + (f": {lines[-1]}"[:200] if len(lines) > 1 else "")
                 ended = {"status": "failed", "reason": reason, "mode": "eager", "entry": own[0]}

@@ -1,4 +1,4 @@
-"""Train a model with 4-bit weights, and with 8-bit optimizer states, and compare each with a twin without quantisation.
+"""Can a model be trained with 4-bit weights, or with 8-bit optimizer states?
 
 - QLoRA: the base model is frozen in NF4, and adapters in float32 are trained. Its twin trains the same adapters on the original
   weights.

@@ -1,4 +1,4 @@
-"""Measure how 8-bit and 4-bit weights change the size, the quality and the speed of a model.
+"""How do 8-bit and 4-bit weights change the size, the quality and the speed of a model?
 
 A trained language model and a trained classifier are quantised with each scheme that can run here. For each scheme, the rows
 contain:

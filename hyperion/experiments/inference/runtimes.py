@@ -1,4 +1,4 @@
-"""Measure how fast and how accurate a trained model is in each runtime.
+"""How fast and how accurate is a trained model in each runtime?
 
 The trained language model and the trained classifier run in PyTorch (eager, compiled and as a captured graph), in AOTInductor, in
 ONNX Runtime and in MIGraphX. For each runtime, the rows contain:

@@ -1,4 +1,4 @@
-"""Measure how training speed scales: run the same training on 1, 2, 4 and more devices.
+"""How does training speed scale with the number of devices?
 
 The experiment starts new ranks for each number of devices. This is called a launch. In each launch, the ranks first run float32
 steps. The losses of these steps must be the same on any number of devices (parity). Then the ranks time steps with and without

@@ -61,6 +61,15 @@ def test_an_operator_that_ends_the_process_is_named_and_the_others_are_checked(t
     assert "the process ended" in report["boom", "fp32"]["reason"] and "failed its check" in report["bad", "bf16"]["reason"]
 
 
+@pytest.mark.process
+def test_a_process_that_ends_after_its_last_operator_costs_no_outcome(tmp_path):
+    context = toy_context("operator_suite", SIZES, tmp_path)
+    names = ["first", "crash at exit"]
+    options = OperatorSuiteOptions.of(context)
+    outcomes, _ = collect_outcomes(context, options, names, lambda *_: None, dying_operators.check, 1)
+    assert [status_of(outcomes[name], "fp32", "forward") for name in names] == ["passed", "passed"]
+
+
 @pytest.mark.slow
 def test_real_operators_pass_and_those_without_a_kernel_are_gaps(checker):
     for name in ("add", "softmax", "nn.functional.conv2d", "gather", "fft.rfft"):
