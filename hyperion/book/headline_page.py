@@ -21,7 +21,6 @@ about the next launch, and is not a headline. Three kinds of values are headline
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +51,7 @@ _SUMMARY = (
     r"all-reduce over",
     r"gpt2_124m\S*, training, .* over (a|the same) plain",
     r"resnet18, training, .* over the same plain",
+    r"gpt2_124m\S*, training: .* over tf32",
     r".*, accuracy, test split, mean of",
     r".*, perplexity per word, valid split, mean of",
     r"DDP on .* loss apart",
@@ -115,9 +115,21 @@ class Launches:
         return len({member.version for member in self.members})
 
     def of_one_version(self) -> "Launches":
-        """Return only the launches of the code version that has the most launches."""
-        ((version, _),) = Counter(member.version for member in self.members).most_common(1)
-        return Launches(tuple(member for member in self.members if member.version == version))
+        """Return only the launches of the code version with the most launches and, among equals, with the most machines."""
+        versions = dict.fromkeys(member.version for member in self.members)
+        candidates = [Launches(tuple(m for m in self.members if m.version == version)) for version in versions]
+        return max(candidates, key=lambda launches: (len(launches.members), launches.machines))
+
+    def by_version(self) -> list[str]:
+        """Return one text for each code version and run: the value, or the median over the launches, and the run."""
+        members: dict[tuple[str, str], list[Measured]] = {}
+        for member in self.members:
+            members.setdefault((member.version, member.run), []).append(member)
+        texts = []
+        for (_, run), same in members.items():
+            median = quoted_value(float(np.median([not_none(one.row.value) for one in same])), self.unit)
+            texts.append(f"{median} ({run}{f', median of {len(same)}' if len(same) > 1 else ''})")
+        return texts
 
     @property
     def estimate(self) -> Estimate:
@@ -360,7 +372,7 @@ def _link_runs(text: str, names: Iterable[str], place: str) -> str:
     return re.sub(r"\| ([^|]+) \|$", linked, text, flags=re.MULTILINE)
 
 
-def _speed_line(quantity: Launches, others: Iterable[Measured] = ()) -> dict[str, str]:
+def _speed_line(quantity: Launches, others: Sequence[Measured] = ()) -> dict[str, str]:
     """Return a line in the table of times, rates and ratios.
 
     Args:
@@ -379,7 +391,7 @@ def _speed_line(quantity: Launches, others: Iterable[Measured] = ()) -> dict[str
         "steady": quantity.steady,
         "% of limit": percent(quantity.fraction),
         "bounded by": quantity.bound,
-        "other versions of the code": ", ".join(f"{one.headline.value} ({one.run})" for one in others),
+        "other versions of the code": ", ".join(Launches(tuple(others)).by_version()),
         "runs": ", ".join(quantity.runs),
     }
 

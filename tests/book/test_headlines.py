@@ -80,7 +80,7 @@ def test_a_ratio_over_a_loop_that_the_host_limits_is_no_headline():
     rows += [row("image_training_speed", "resnet18", "speedup", 4.3, batch=128, compiled=True)]
     assert told(*rows) == {}
     assert told(row("language_training_speed", "lm", "speedup", 1.118, batch=65536, compiled=True)) == {
-        "lm, training, batch 65,536 tokens: over a plain compiled loop": 1.118
+        "lm, training, batch 65,536 tokens: this library over a plain compiled loop": 1.118
     }
 
 
@@ -91,8 +91,8 @@ def test_the_ratio_over_a_plain_loop_in_a_graph_is_a_headline_and_no_ratio_of_tw
     rows += [row("image_training_speed", "resnet18", "speedup", 1.03, over="plain, captured", **shared | {"batch": 512})]
     rows += [row("image_training_speed", "resnet18", "speedup", 1.2, over="plain, captured", rung="x", **shared | {"batch": 512})]
     assert told(*rows) == {
-        "lm, training, batch 65,536 tokens: over the same plain loop in a graph": 1.11,
-        "resnet18, training, batch 512: over the same plain loop in a graph": 1.03,
+        "lm, training, batch 65,536 tokens: this library over the same plain loop in a graph": 1.11,
+        "resnet18, training, batch 512: this library over the same plain loop in a graph": 1.03,
     }
 
 

@@ -481,10 +481,10 @@ def _over_a_plain_loop(row: Row) -> Iterator[Quote]:
     unit = _COMPARED[row.experiment]
     label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
     if row.params.get("over") == "plain, captured":
-        yield Quote(f"{label}: over the same plain loop in a graph", row)
+        yield Quote(f"{label}: this library over the same plain loop in a graph", row)
     elif unit:  # not for images, because the host limits their plain loop, and the ratio depends on the host
         compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
-        yield Quote(f"{label}: over a plain{compiled} loop", row)
+        yield Quote(f"{label}: this library over a plain{compiled} loop", row)
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
