@@ -89,7 +89,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Train each model once without a fault, then run all trials in parallel.
 
-    A trial is a training run with one fault. At most as many trials run at the same time as there are CPU cores.
+    A trial is a training run with one fault. As many trials run at the same time as there are CPU cores, but at most 16.
     """
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)

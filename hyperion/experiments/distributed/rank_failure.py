@@ -123,9 +123,9 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
         # The rank itself records the time of its death, because no other process knows it. Both times come from the wall clock of
         # this host.
         died = (context.workspace / "died").stat().st_mtime
-        # Count the processes in two ways: by the process ids that the ranks recorded, and by the inherited environment variable.
+        # Find the processes in two ways: by the process ids that the ranks recorded, and by the inherited environment variable.
         # The second way also finds child processes of the ranks.
-        return error, raised - died, _remaining_ranks(context) + _count_marked(mark)
+        return error, raised - died, len(_remaining_ranks(context) | _marked(mark))
     finally:
         del os.environ[_MARK]
     raise HyperionError(
@@ -135,23 +135,25 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
     )
 
 
-def _remaining_ranks(context: Context) -> int:
-    """Return the number of ranks whose processes still run. The ranks have written their process ids to files."""
-    return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
+def _remaining_ranks(context: Context) -> set[int]:
+    """Return the process ids of the ranks that still run. The ranks have written their process ids to files."""
+    written = [int(note.read_text()) for note in context.workspace.glob("pid-*")]
+    return {pid for pid in written if not has_ended(pid)}
 
 
-def _count_marked(mark: str) -> int:
-    """Return the number of other running processes that inherited this launch's mark: ranks and their children.
+def _marked(mark: str) -> set[int]:
+    """Return the process ids of other running processes that inherited this launch's mark: ranks and their children.
 
     A process has the mark if its environment variable `_MARK` equals `mark`.
     """
-    count = 0
+    found = set()
     for process in psutil.process_iter():
         try:
-            count += process.pid != os.getpid() and process.environ().get(_MARK) == mark
+            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
+                found.add(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue  # the process has ended, or belongs to another user
-    return count
+    return found
 
 
 class _KilledAfter:

@@ -7,6 +7,7 @@ machine then affects both kinds of blocks equally.
 
 import csv
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hyperion.errors import HyperionError
 from hyperion.results import mean_estimate
 from hyperion.workloads.reference_steps import TrainingStep
 
-_LONGEST_S = 60.0  # time limit for the monitor to print its last output and exit
+_LONGEST_S = 60.0  # time limit for the monitor to start, and to print its last output and exit
 STOPPED, RUNNING = "stopped", "running"
 
 
@@ -108,6 +109,13 @@ def monitor(interval_s: float, file: Path) -> Iterator[Callable[[bool], None]]:
     try:
         process.stdin.write("running\n")
         process.stdin.flush()
+        is_ready, _, _ = select.select([process.stdout], [], [], _LONGEST_S)
+        if not is_ready:
+            raise HyperionError(
+                f"the monitor did not start within {_LONGEST_S:.0f} s",
+                where=" ".join(command),
+                next_step="run this command in a shell, and type a line: the monitor must repeat it",
+            )
         if (line := process.stdout.readline()) != "running\n":
             raise HyperionError(
                 f"the monitor did not start: {line + process.communicate(timeout=_LONGEST_S)[0]}"[:500],

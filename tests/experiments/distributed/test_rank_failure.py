@@ -1,13 +1,15 @@
 """A rank is killed: the launcher says so, in the row that was foretold, and what it left running would be counted."""
 
 import os
+import signal
+import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hyperion.chapter import variants
-from hyperion.experiments.distributed.rank_failure import EXPERIMENT, _remaining_ranks
+from hyperion.experiments.distributed.rank_failure import _MARK, EXPERIMENT, _marked, _remaining_ranks
 from hyperion.processes import run_ranks
 from tests.chapter.toy import perform, toy_context
 
@@ -44,4 +46,20 @@ def test_a_rank_that_goes_on_is_counted(tmp_path):
     context = replace(toy_context("rank_failure", SIZES, tmp_path), workspace=tmp_path)
     (tmp_path / "pid-0").write_text(str(os.getpid()))
     (tmp_path / "pid-1").write_text(str(2**22 + 1))  # beyond what Linux numbers processes with
-    assert _remaining_ranks(context) == 1
+    assert _remaining_ranks(context) == {os.getpid()}
+
+
+@pytest.mark.process
+def test_a_rank_that_goes_on_and_its_child_are_two_processes_and_neither_is_counted_twice(tmp_path):
+    context = replace(toy_context("rank_failure", SIZES, tmp_path), workspace=tmp_path)
+    rank = subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"], env=os.environ | {_MARK: "x"}, stdout=subprocess.PIPE, text=True
+    )
+    assert rank.stdout is not None
+    child = int(rank.stdout.readline())
+    try:
+        (tmp_path / "pid-0").write_text(str(rank.pid))
+        assert _remaining_ranks(context) | _marked("x") == {rank.pid, child}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        rank.wait()

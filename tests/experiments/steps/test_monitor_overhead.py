@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import itertools
+import subprocess
 import time
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_monitor_that_does_not_start_is_an_error_with_its_message(tmp_path):
         pytest.raises(HyperionError, match="--interval 0.001s is too short"),
         monitor_overhead.monitor(0.001, tmp_path / "no.csv"),
     ):
+        pass
+
+
+@pytest.mark.process
+def test_a_monitor_that_says_nothing_is_an_error_and_no_endless_wait(tmp_path, monkeypatch):
+    launch = subprocess.Popen
+    monkeypatch.setattr(monitor_overhead, "_LONGEST_S", 0.2)
+    monkeypatch.setattr(monitor_overhead.subprocess, "Popen", lambda command, **options: launch(["sleep", "60"], **options))
+    with pytest.raises(HyperionError, match="did not start within"), monitor_overhead.monitor(0.02, tmp_path / "no.csv"):
         pass
 
 
