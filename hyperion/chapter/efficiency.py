@@ -33,7 +33,9 @@ from hyperion.results.rows import idle_rows
 CURVES_FILE = Path(__file__).with_name("efficiency.toml")
 PRODUCT, STREAM, REPEATED, PEER_COPY, COLLECTIVE = "product", "stream", "repeated stream", "copy between GPUs", "collective"
 # Kinds of rates whose ceiling is computed from the run's measured ceilings. Their curves have no overhead.
-TRAINING_STEP, REFERENCE_STEP, STEP_PRODUCTS = "training step", "step of a reference model", "products of a step"
+# TRAINING_STEP is a step that is compiled or captured in a graph, and EAGER_STEP one that the host launches kernel by kernel.
+TRAINING_STEP, EAGER_STEP, REFERENCE_STEP = "training step", "eager training step", "step of a reference model"
+STEP_PRODUCTS = "products of a step"
 # Kinds of curves fitted to the rows of the run itself. Their spread was measured on a reference run.
 OWN_PRODUCT, OWN_STREAM = "own product", "own stream"
 # Minimum number of sizes for such a curve, because a curve has three unknowns.
@@ -203,17 +205,18 @@ def expected_peer_copy(device: Device, copied_bytes: int, limit: float | None, b
     return _expected(limit, curve_of(device.arch, PEER_COPY, ""), moved(copied_bytes, limit), basis)
 
 
-def expected_share(device: Device, kind: str, ceiling: float, basis: str) -> Expected:
+def expected_share(device: Device, kind: str, ceiling: float, basis: str, name: str = "") -> Expected:
     """Predict a rate as its ceiling times the share of the ceiling that a reference machine reached.
 
     Args:
         device: device of the prediction.
-        kind: TRAINING_STEP or STEP_PRODUCTS.
+        kind: TRAINING_STEP, EAGER_STEP or STEP_PRODUCTS.
         ceiling: ceiling of the rate, computed from this run's measured ceilings. The real rate is lower, because this computation
             omits part of the time.
         basis: how the ceiling was computed.
+        name: name of the curve. Curves of EAGER_STEP are named after the number format.
     """
-    return _expected(ceiling, curve_of(device.arch, kind, ""), Work(ceiling, 1.0, 0.0), basis)
+    return _expected(ceiling, curve_of(device.arch, kind, name), Work(ceiling, 1.0, 0.0), basis)
 
 
 def with_interval(device: Device, kind: str, forecast: Forecast) -> Forecast:

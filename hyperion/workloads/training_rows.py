@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Forecast, Report, Result
-from hyperion.chapter.efficiency import TRAINING_STEP, Expected, expected_share
+from hyperion.chapter.efficiency import EAGER_STEP, TRAINING_STEP, Expected, expected_share
 from hyperion.chapter.rows import (
     NO_CEILINGS,
     gemm_limit,
@@ -308,7 +308,14 @@ def step_ceiling(
 
 
 def step_forecasts(
-    context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
+    context: Context,
+    variant: str,
+    dtype: str,
+    item: str,
+    items: int,
+    flops: ModelFlops,
+    traffic: dict[str, float],
+    kind: str = TRAINING_STEP,
 ) -> list[Forecast]:
     """Predict the throughput of a step after warm-up on one device.
 
@@ -321,18 +328,19 @@ def step_forecasts(
         dtype: number format of the step.
         item: unit of the throughput, "token" or "image".
         items, flops, traffic: arguments of `step_ceiling`.
+        kind: TRAINING_STEP for a step that is compiled or captured in a graph, EAGER_STEP for any other.
     """
     ceiling, basis = step_ceiling(context, dtype, items, flops, traffic)
     if ceiling is None:
         expected = Expected(None, None, None, None, basis)
     else:
-        expected = expected_share(context.device, TRAINING_STEP, ceiling, basis)
+        expected = expected_share(context.device, kind, ceiling, basis, dtype if kind == EAGER_STEP else "")
     return [expected.forecast(variant, f"{item}s_per_s", dtype, {"batch": items, "step": "steady"})]
 
 
-def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
+def rate_forecast(context: Context, work: Workload, dtype: str, kind: str = TRAINING_STEP) -> Forecast:
     """Predict the throughput of a step after warm-up on one device, as `step_forecasts` does."""
-    return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype))[0]
+    return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype), kind)[0]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from hyperion.chapter import efficiency_fit
 from hyperion.chapter.context import Context
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
+    EAGER_STEP,
     PRODUCT,
     TRAINING_STEP,
     Curve,
@@ -25,9 +26,8 @@ from hyperion.chapter.efficiency_fit import (
     Reference,
     coverage,
     curves_to_toml,
-    fit_curves,
+    first_fits,
     median_error,
-    points_of,
     score_stored,
     score_unseen,
 )
@@ -38,7 +38,7 @@ from hyperion.paths import reference_folder
 from tests.chapter.toy import toy_context
 from tests.hardware.machines import facts
 
-FITTED, UNSEEN = ("h200x2", "cpu-2cores"), ("h200-study", "h200x4")
+FITTED, UNSEEN = ("h200x2", "cpu-2cores", "h100"), ("h200-study", "h200x4")
 # Rates whose stored predictions were 184 ceilings and models of steps.
 LARGEST_ERROR, LEAST_COVERAGE = 0.15, 0.80
 
@@ -50,7 +50,7 @@ def references():
 
 @pytest.fixture(scope="module")
 def curves(references):
-    return [curve for name in FITTED for curve in fit_curves(references[name], points_of(references[name]))]
+    return first_fits([references[name] for name in FITTED])
 
 
 @pytest.fixture
@@ -81,6 +81,9 @@ def test_all_rates_with_those_held_out_from_the_fit(references, curves):
     scored = score_unseen([references[name] for name in FITTED], [references[name] for name in UNSEEN], curves)
     predicted = {"best_products", "operand_data", "stream_formats", "model_steps", "batch_scaling", "model_products"}
     assert predicted <= {s.point.row.experiment for s in scored} and len(scored) > 160
+    # The run h100 gives only the curves that the runs before it have no rows for.
+    of_h100 = [s for s in scored if s.point.row in references["h100"].rows]
+    assert {s.point.row.experiment for s in of_h100} == {"precision_variants", "training_ladder"} and len(of_h100) == 14
     assert len({(s.point.row.notebook, s.point.row.key) for s in scored if s.point.row in references["h200x2"].rows}) == sum(
         s.point.row in references["h200x2"].rows for s in scored
     )
@@ -117,10 +120,22 @@ def test_the_page_is_the_score_of_the_references(capsys):
 
 
 def test_rates_of_another_gpu_lie_within_their_stored_predictions():
-    """The curves were fitted to H200s; the run h100 stored its predictions before it measured."""
-    scores = score_stored(Reference.open(reference_folder() / "h100"))
-    assert len(scores) > 100
+    """The curves were fitted to H200s; two runs on H100s stored their predictions before they measured. None is left out."""
+    scores = []
+    for name in ("h100", "h100-second-host"):
+        reference = Reference.open(reference_folder() / name)
+        scores += score_stored(reference)
+        stored = [p for p in reference.predictions.values() if p.estimate is not None and p.high is not None]
+        assert len([p for p in stored if not p.metric.endswith("_time_s")]) >= len(score_stored(reference)) == 144
+    assert {"precision_variants", "training_ladder", "mapped_memory"} <= {s.point.row.experiment for s in scores}
     assert median_error(scores) <= LARGEST_ERROR and coverage(scores) >= LEAST_COVERAGE
+
+
+def test_a_curve_that_two_runs_could_give_is_that_of_the_first(references):
+    both = first_fits([references["h200x2"], references["h100"]])
+    sources = {(curve.kind, curve.source.split(" ")[0]) for curve in both}
+    assert (PRODUCT, "h200x2") in sources and (PRODUCT, "h100") not in sources
+    assert {run for kind, run in sources if kind == EAGER_STEP} == {"h100"}
 
 
 def test_a_fit_finds_overhead_and_efficiencies():

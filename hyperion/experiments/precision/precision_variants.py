@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import EAGER_STEP
 from hyperion.chapter.rows import out_of_memory_reason, unused_tf32
 from hyperion.chapter.variants import merged, run_side_by_side
 from hyperion.hardware import Device
@@ -87,7 +88,7 @@ def forecast(context: Context) -> list[Forecast]:
             lines.append(Forecast(options.language.model, "speedup", None, NO_VOCABULARY))
             continue
         dtypes = [dtype for dtype in options.dtypes if device.supports(dtype)[0]]
-        rates = {dtype: rate_forecast(context, work, dtype) for dtype in dtypes if not _why_emulated(device, dtype)}
+        rates = {dtype: rate_forecast(context, work, dtype, EAGER_STEP) for dtype in dtypes if not _why_emulated(device, dtype)}
         others = sorted((dtype for dtype in rates if dtype != REFERENCE), key=lambda dtype: dtype != "bf16")
         lines += [speedup_forecast(rates[dtype], rates[REFERENCE], REFERENCE) for dtype in others]
         lines += [*rates.values(), *(_memory_forecast(device, work, dtype) for dtype in dtypes)]

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import EAGER_STEP
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.variants import merged, run_counted
 from hyperion.data.packing import IGNORE_INDEX
@@ -151,7 +152,7 @@ def forecast(context: Context) -> list[Forecast]:
             lines.append(Forecast(variant, "speedup", None, NO_VOCABULARY))
             continue
         rungs = [rung for rung in build_ladder(context.device, sizes.rungs) if not rung.absent and rung.name in _PREDICTABLE]
-        rates = [rate_forecast(context, work, rung.dtype) for rung in rungs]
+        rates = [rate_forecast(context, work, rung.dtype, EAGER_STEP) for rung in rungs]
         rates = [replace(rate, params=rate.params | {"rung": rung.name}) for rung, rate in zip(rungs, rates, strict=True)]
         speedups = [speedup_forecast(rate, rates[0], BASELINE) for rate in rates[1:]]
         lines += [*sorted(speedups, key=lambda line: line.dtype != "bf16"), *rates]
