@@ -51,7 +51,7 @@ _SUMMARY = (
     r"all-reduce over",
     r"gpt2_124m\S*, training, .* over (a|the same) plain",
     r"resnet18, training, .* over the same plain",
-    r"gpt2_124m\S*, training: .* over tf32",
+    r"gpt2_124m\S*, eager training step: .* over tf32",
     r".*, accuracy, test split, mean of",
     r".*, perplexity per word, valid split, mean of",
     r"DDP on .* loss apart",
@@ -408,7 +408,6 @@ def _mean_line(one: Measured) -> dict[str, str]:
         "mean": one.headline.value,
         "seeds": str(one.headline.quote.count),
         "95 % interval of the mean": one.headline.interval,
-        "% of limit": percent(one.headline.fraction),
         "run": one.run,
     }
 

@@ -260,7 +260,7 @@ class Headline:
         value: the formatted value with its unit.
         interval: the formatted 95 % interval within one launch, in the unit of the row. "" if there is no interval.
         steady: "yes" if the samples were steady. "" if the value does not come from a timing.
-        fraction: value divided by its limit. None if there is no limit.
+        fraction: value divided by its limit, for times, rates and ratios. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
     """
 
@@ -313,7 +313,8 @@ def _headline(quote: Quote, steady: str) -> Headline:
         limit = row.limit_source.partition("; ")[0]
     else:
         limit = f"{'floor' if is_floor(row) else 'limit'} {quoted_value(row.limit, row.unit)}"
-    fraction = None if is_floor(row) else row.fraction_of_limit
+    # An accuracy has the limit 1, which is no property of the device, so its share of the limit would only repeat the value.
+    fraction = row.fraction_of_limit if quote.kind == "speed" and not is_floor(row) else None
     scale = 100 if row.unit == "fraction" else 1  # as in `quoted_value`
     ends = [None if end is None else scale * end for end in (row.value, row.ci_low, row.ci_high)]
     bounds = interval(*ends) if row.ci_low != row.ci_high else ""

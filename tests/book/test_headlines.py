@@ -102,10 +102,10 @@ def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
         for dtype, value in (("tf32", 5.0), ("bf16", 7.6), ("fp16", 9.3))
     ]
     assert told(*rates) == {
-        "resnet18, training: fp16 over tf32": pytest.approx(9.3 / 5.0),
-        "resnet18, training: fp16 over IEEE fp32, TF32 off": 9.3,
+        "resnet18, eager training step: fp16 over tf32": pytest.approx(9.3 / 5.0),
+        "resnet18, eager training step: fp16 over IEEE fp32, TF32 off": 9.3,
     }
-    assert told(*rates[1:]) == {"resnet18, training: fp16 over IEEE fp32, TF32 off": 9.3}
+    assert told(*rates[1:]) == {"resnet18, eager training step: fp16 over IEEE fp32, TF32 off": 9.3}
 
 
 def test_an_unsteady_value_is_no_headline_and_the_next_steady_one_is():

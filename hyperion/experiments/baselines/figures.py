@@ -448,11 +448,9 @@ def summary_notes(material: Material) -> list[str]:
     """Return one sentence about the image classifier, which has no panel in the summary, or no sentence without results."""
     rows = measured(material.of("image_classifier"))
     tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
-    steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
     if tested is None:
         return []
-    speed = f", {number(steady.value, 3)} images/s in a steady step" if steady else ""
-    text = f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source}){speed}."
+    text = f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source})."
     return [f"{text} {material.image_caveat}".strip()]
 
 

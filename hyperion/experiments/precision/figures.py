@@ -330,6 +330,8 @@ def _finish_steps(axes: Axes, steps: list[Step], label: str) -> None:
 def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
     """Yield two speed-ups of the fastest number format for each model: over TF32 and over IEEE fp32.
 
+    The steps are eager, with PyTorch's default memory format and choice of convolutions. Chapter 2.2 has faster steps.
+
     PyTorch computes convolutions in TF32 by default. A reader of the speed-up over IEEE fp32 alone could mistake it for the gain
     over this default.
     """
@@ -339,9 +341,9 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
         if tf32 is not None:
             ratio = not_none(row.value) / not_none(tf32.value)
             over_tf32 = replace(row, value=ratio, ci_low=None, ci_high=None, params=row.params | {"over": "tf32"})
-            yield Quote(f"{row.variant}, training: {row.dtype} over tf32", over_tf32)
+            yield Quote(f"{row.variant}, eager training step: {row.dtype} over tf32", over_tf32)
         over = "IEEE fp32, TF32 off" if row.params["over"] == "fp32" else row.params["over"]
-        yield Quote(f"{row.variant}, training: {row.dtype} over {over}", row)
+        yield Quote(f"{row.variant}, eager training step: {row.dtype} over {over}", row)
 
 
 TITLES = {"precision_variants": "Mixed precision", "training_ladder": "The training ladder"}
