@@ -12,6 +12,7 @@ from hyperion.chapter.context import Context
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Collective, Timing, Verification, format_of
+from hyperion.measure.api.answers import state_of_device
 from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.rows import OUT_OF_MEMORY, canonical_params, idle_rows
@@ -32,15 +33,7 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
         timing: timing of the calls.
         verification: verification of the timed output. None for a value that needs no check.
     """
-    state = timing.telemetry
-    columns = {
-        "n": estimate.n,
-        "ci_low": estimate.ci_low,
-        "ci_high": estimate.ci_high,
-        "clock_mhz": state.clock_mhz,
-        "power_w": state.power_w,
-        "throttle": state.throttle,
-    }
+    columns = {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high, **state_of_device(timing)}
     return columns if verification is None else columns | check_columns(verification)
 
 

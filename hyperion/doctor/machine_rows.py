@@ -157,5 +157,5 @@ def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
     bare = _row(row.experiment, row.variant, _ENERGY_METRICS[row.metric], params, row.dtype)
     if joules is None:
         return replace(bare, value_reason=energy.reason)
-    state = {"clock_mhz": row.clock_mhz, "power_w": row.power_w, "throttle": row.throttle}
+    state = {name: getattr(row, name) for name in ("clock_mhz", "power_w", "throttle", "host_load", "host_steal")}
     return replace(bare, value=joules.value, n=joules.n, ci_low=joules.ci_low, ci_high=joules.ci_high, **state)

@@ -61,6 +61,7 @@ def tidy(rows: Iterable[Row]) -> pd.DataFrame:
                 "prediction_error": prediction_error(row),
                 **{name: getattr(row, name) for name in ("check", "check_error", "check_tolerance", "data_source")},
                 **{name: getattr(row, name) for name in ("clock_mhz", "power_w", "throttle")},
+                **{name: getattr(row, name) for name in ("host_load", "host_steal")},
             }
             for row in rows
         ]

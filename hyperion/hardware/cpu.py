@@ -101,8 +101,26 @@ def usable_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+@dataclass(frozen=True)
+class HostLoad:
+    """Shares of the usable CPUs that were not available to this process, as means over a period (0 to 1).
+
+    Args:
+        others: share that other processes used.
+        stolen: share that the hypervisor gave to other virtual machines.
+    """
+
+    others: float
+    stolen: float
+
+    @property
+    def total(self) -> float:
+        """Sum of both shares, at most 1."""
+        return min(self.others + self.stolen, 1.0)
+
+
 class OtherLoad:
-    """Measures the share of the usable CPUs that other processes and other virtual machines on the same host use.
+    """Measures the shares of the usable CPUs that other processes and other virtual machines on the same host use.
 
     The CPU time of this process and of its descendants is excluded. In a container with a CPU quota, the share cannot be
     measured, because the quota does not say which CPUs the container uses.
@@ -116,30 +134,31 @@ class OtherLoad:
         self._root, self._usable = root, usable_cpus() if usable is None else usable
         self._start = self._read()
 
-    def share(self) -> float | None:
-        """Return the mean share (0 to 1) since this object was created, or None if it is unknown.
+    def shares(self) -> HostLoad | None:
+        """Return the mean shares since this object was created, or None if they are unknown.
 
-        The share is unknown if the system does not report the times of the CPUs, if less than 0.2 s have passed (the system
+        They are unknown if the system does not report the times of the CPUs, if less than 0.2 s have passed (the system
         counts in steps of 10 ms), or if a child process has ended and the system no longer reports its CPU time.
         """
-        now, busy_s, own_s = self._read()
-        before, busy_before_s, own_before_s = self._start
-        if busy_s is None or busy_before_s is None or own_s is None or own_before_s is None:
+        now, times, own_s = self._read()
+        before, times_before, own_before_s = self._start
+        if times is None or times_before is None or own_s is None or own_before_s is None:
             return None
         if now - before < 0.2 or own_s < own_before_s:
             return None
-        others_s = (busy_s - busy_before_s) - (own_s - own_before_s)
-        return min(max(others_s / ((now - before) * len(self._usable)), 0.0), 1.0)
+        busy_s, stolen_s = times[0] - times_before[0], times[1] - times_before[1]
+        others_s, whole_s = busy_s - (own_s - own_before_s), (now - before) * len(self._usable)
+        return HostLoad(min(max(others_s / whole_s, 0.0), 1.0), min(max(stolen_s / whole_s, 0.0), 1.0))
 
-    def _read(self) -> tuple[float, float | None, float | None]:
-        """Return (current time, busy seconds of the usable CPUs, CPU seconds of this process and its descendants).
+    def _read(self) -> tuple[float, tuple[float, float] | None, float | None]:
+        """Return (current time, busy and stolen seconds of the usable CPUs, CPU seconds of this process and its descendants).
 
-        In a virtual machine, the busy seconds include the time that the hypervisor took. Unknown values are None.
+        Unknown values are None.
         """
         quota = _cgroup_quota(self._root)
         if quota is not None and quota < len(self._usable):
             return time.monotonic(), None, None
-        return time.monotonic(), _busy_s(self._root, self._usable), _own_s(self._root)
+        return time.monotonic(), _busy_and_stolen_s(self._root, self._usable), _own_s(self._root)
 
 
 def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 0.05) -> float:
@@ -163,14 +182,17 @@ def waiting_threads(root: Path = Path("/"), samples: int = 10, pause_s: float = 
     return sum(counts) / samples
 
 
-def _busy_s(root: Path, usable: set[int]) -> float | None:
-    ticks = 0
+def _busy_and_stolen_s(root: Path, usable: set[int]) -> tuple[float, float] | None:
+    """Return the seconds in which the usable CPUs ran any process, and those that the hypervisor took. None without a report."""
+    busy, stolen = 0, 0
     for line in (system_text(root / "proc/stat") or "").splitlines():
         name, *counts = line.split()
         if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in usable:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counts[:8])
-            ticks += user + nice + system + irq + softirq + steal
-    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+            busy += user + nice + system + irq + softirq
+            stolen += steal
+    second = os.sysconf("SC_CLK_TCK")
+    return (busy / second, stolen / second) if busy else None
 
 
 def _own_s(root: Path) -> float | None:

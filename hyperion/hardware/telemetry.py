@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hyperion.hardware.cpu import OtherLoad, system_text, usable_cpus
+from hyperion.hardware.cpu import HostLoad, OtherLoad, system_text, usable_cpus
 from hyperion.hardware.device import Device
 
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
@@ -45,7 +45,7 @@ class Telemetry:
         power_w: power.
         temperature_c: temperature in degrees Celsius.
         throttle: 'none', or the reasons why the device slowed down, joined by '+'. On a CPU, the reason is 'busy' if other
-            processes used more than a tenth of the cores.
+            processes and other virtual machines used more than a tenth of the cores.
         power_scope: 'device', or 'module' if the power is the sum of both dies of an MI250X.
         unreadable: for each quantity that is None, the reason.
         samples: number of readings.
@@ -53,6 +53,7 @@ class Telemetry:
             increase of the counter from the first to the last reading. None if the device has no counter.
         window_s: time from the first to the last reading in seconds. 0 in a single reading.
         interval_s: time between two readings in seconds. 0 in a single reading.
+        host_load: shares of the CPUs of the host that other processes and other virtual machines used. None if unknown.
     """
 
     clock_mhz: float | None = None
@@ -66,6 +67,7 @@ class Telemetry:
     energy_j: float | None = None
     window_s: float = 0.0
     interval_s: float = 0.0
+    host_load: HostLoad | None = None
 
 
 Reader = Callable[[], Telemetry]
@@ -107,8 +109,8 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         # The ranks of a job share the cores, and a rank cannot tell the load of other ranks from the load of other users.
         alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
-        self._measures_load = device.kind == "cpu" and alone
-        self._others: float | None = None
+        self._measures_load, self._slows_down = alone, device.kind == "cpu"
+        self._host_load: HostLoad | None = None
 
     def __enter__(self) -> "Sampler":
         self._load = OtherLoad() if self._measures_load else None
@@ -118,7 +120,7 @@ class Sampler:
     def __exit__(self, *exception) -> None:
         self._stop.set()
         self._thread.join()
-        self._others = self._load.share() if self._load else None
+        self._host_load = self._load.shares() if self._load else None
         if self._error is not None and exception[0] is None:
             raise self._error
 
@@ -138,17 +140,18 @@ class Sampler:
     def telemetry(self) -> Telemetry:
         """Medians of all readings taken so far. `throttle` joins the reasons of all readings.
 
-        On a CPU, `throttle` is known only after the end of the block. It is "busy" if other processes used more than a tenth of
-        the cores.
+        The load of the host is known only after the end of the block. On a CPU, so is `throttle`. It is "busy" if other processes
+        and other virtual machines used more than a tenth of the cores.
         """
         readings = list(self._readings)
         moments_s = self._moments_s[: len(readings)]
         window_s = moments_s[-1] - moments_s[0] if readings else 0.0
-        medians = replace(median_of(readings), window_s=window_s, interval_s=self._interval_s)
-        if self._others is None:
+        load = self._host_load
+        medians = replace(median_of(readings), window_s=window_s, interval_s=self._interval_s, host_load=load)
+        if load is None or not self._slows_down:
             return medians
         unread = {name: why for name, why in medians.unreadable.items() if name != "throttle"}
-        return replace(medians, throttle=BUSY if self._others > _BUSY_SHARE else "none", unreadable=unread)
+        return replace(medians, throttle=BUSY if load.total > _BUSY_SHARE else "none", unreadable=unread)
 
 
 def unreadable(reason: str, samples: int = 1) -> Telemetry:

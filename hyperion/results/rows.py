@@ -74,6 +74,8 @@ class Row:
         check_error, check_tolerance: error that the check found, and the largest error that it allows.
         data_source: source of the data: mirror, cache, download or synthetic; "" if no data set is used.
         clock_mhz, power_w, throttle: state of the device while the samples were taken. None if it cannot be read.
+        host_load, host_steal: shares (0 to 1) of the CPUs of the host that other processes and other virtual machines used
+            while the samples were taken. None if they are unknown, as in runs of earlier versions.
         own_metric: definition of the metric in the run from which the row was read. None for a metric that is built in or
             registered in this process. It is neither a column nor part of the identity of a row.
     """
@@ -100,6 +102,8 @@ class Row:
     clock_mhz: float | None = None
     power_w: float | None = None
     throttle: str | None = None
+    host_load: float | None = None
+    host_steal: float | None = None
     # Two rows with the same columns are equal, whichever process read them, so the definition is not compared by `==`.
     own_metric: Metric | None = field(default=None, compare=False, repr=False)
 
@@ -223,6 +227,9 @@ class Row:
             text = f"{column} is {reading:g}" if reading is not None else ""
             self._demand(reading is None or reading > 0, text, "store null for an unreadable value, never 0")
             self._demand(reading is None or reading < _MOST_READING, text, "clocks are in MHz (not kHz), power in watts")
+        for column in ("host_load", "host_steal"):
+            share = getattr(self, column)
+            self._demand(share is None or 0 <= share <= 1, f"{column} is {share!r:.40}", "store a share from 0 to 1, or null")
         # Params must survive a round trip through JSON. A tuple, for example, would become a list.
         self._demand(_is_json(self.params), f"has params that are not a JSON object: {self.params!r:.200}", "use plain values")
         self._demand(_is_bounded(self.params), "has params beyond the range of a float", "store other numbers")
@@ -268,6 +275,7 @@ class Row:
 
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
 _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
+_FLOATS += ("host_load", "host_steal")
 _INTEGERS = ("rank", "n")
 # Only the name of a notebook may contain dots, so the last dot of "notebook.experiment" separates the two names.
 _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
@@ -300,7 +308,11 @@ COLUMNS = (
     "clock_mhz",
     "power_w",
     "throttle",
+    "host_load",
+    "host_steal",
 )
+# Columns at the end of `COLUMNS` that earlier versions did not have.
+_NEW_COLUMNS = 2
 # Positions of the three cells that `_parse` needs before it can build the row.
 _METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
@@ -395,12 +407,13 @@ def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str
     rows: list[Row] = []
     try:
         header = next(reader, None)
-        if header != list(COLUMNS):
+        added = [""] * (_NEW_COLUMNS if header == list(COLUMNS[:-_NEW_COLUMNS]) else 0)
+        if header != list(COLUMNS) and not added:
             remedy = "read it with the version of Hyperion that wrote it, or run again"
             fault = f"header is not that of schema {SCHEMA_VERSION}: {header!r:.200}"
             raise RowError(fault, where=where, next_step=remedy)
         for number, cells in enumerate(reader, 1):
-            rows.append(_parse(cells, f"{where}, row {number}", validated, own))
+            rows.append(_parse(cells + added, f"{where}, row {number}", validated, own))
     except csv.Error as error:
         fault = f"invalid CSV after row {len(rows)}: {error}"
         raise RowError(fault, where=where, next_step="run the experiment again") from error

@@ -142,18 +142,20 @@ def test_the_load_of_others_is_what_this_process_and_its_children_did_not_use(tm
     write_counts(tmp_path, 50, 0, 0, 0)
     load = OtherLoad(tmp_path, usable={0, 1})
     now[0] += 0.1
-    assert load.share() is None  # too short for counters of 10 ms
+    assert load.shares() is None  # too short for counters of 10 ms
     now[0] += 1.9
     # In 2 s on two CPUs: 3 s busy, 0.5 s stolen by the host, 2.5 s of it ours. CPU 2 is not ours to use.
     write_counts(tmp_path, 50 + 3 * second // 2, 3 * second, second // 2, 9 * second)
     (tmp_path / "proc/7/task/7").mkdir(parents=True)
     (tmp_path / "proc/7/stat").write_text(f"7 (child) R 0 0 0 0 0 0 0 0 0 0 {second // 2} {second // 2} 0 0 20 0")
     (tmp_path / "proc/self/task/1/children").write_text("7 8")  # 8 has ended
-    assert load.share() == pytest.approx(1.0 / 4)
+    seen = load.shares()
+    assert seen is not None and (seen.others, seen.stolen) == (pytest.approx(0.5 / 4), pytest.approx(0.5 / 4))
+    assert seen.total == pytest.approx(1.0 / 4)
     write_counts(tmp_path, 40, 3 * second, 0, 0)  # a child ended without being waited for: its time is lost
-    assert load.share() is None
+    assert load.shares() is None
     (tmp_path / "proc/stat").write_text("")
-    assert load.share() is None
+    assert load.shares() is None
 
 
 def test_the_load_is_unknown_within_a_quota_or_without_a_list_of_children(tmp_path, monkeypatch):
@@ -165,12 +167,12 @@ def test_the_load_is_unknown_within_a_quota_or_without_a_list_of_children(tmp_pa
         (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota)
         load = OtherLoad(tmp_path, usable={0, 1})
         now[0] += 1
-        assert (load.share() is not None) == known
+        assert (load.shares() is not None) == known
     (tmp_path / "sys/fs/cgroup/cpu.max").unlink()
     (tmp_path / "proc/self/task/1/children").unlink()
     load = OtherLoad(tmp_path, usable={0, 1})
     now[0] += 1
-    assert load.share() is None
+    assert load.shares() is None
 
 
 @pytest.mark.process
@@ -182,7 +184,7 @@ def test_a_process_beside_this_one_is_seen_and_this_one_is_not():
     while time.monotonic() < ends:
         pass
     own, busy = time.process_time() - before, load._read()[1] - load._start[1]
-    assert load.share() <= (busy - own) / len(usable_cpus()) + 0.1
+    assert load.shares().total <= (busy - own) / len(usable_cpus()) + 0.1
     cores = len(usable_cpus())
     busy = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     # The process that starts it ends, so that it is no child of this process.
@@ -192,7 +194,7 @@ def test_a_process_beside_this_one_is_seen_and_this_one_is_not():
     try:
         load = OtherLoad()
         time.sleep(1.0)
-        assert load.share() > 0.5 / (2 * cores)
+        assert load.shares().total > 0.5 / (2 * cores)
     finally:
         os.kill(pid, signal.SIGKILL)
 

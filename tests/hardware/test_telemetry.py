@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.hardware import Sampler, Telemetry, detect_cpu, read, telemetry
+from hyperion.hardware import Sampler, Telemetry, detect, detect_cpu, read, telemetry
+from hyperion.hardware.cpu import HostLoad
 from hyperion.hardware.telemetry import QUANTITIES, from_raw, median_of
 from tests.hardware.machines import facts
 
@@ -96,11 +97,23 @@ def test_this_machines_cpu_is_read_without_zeros():
     ("share", "ranks", "throttle"),
     [(0.3, "1", "busy"), (0.05, "1", "none"), (None, "1", None), (0.3, "2", None), (0.3, "abc", None)],
 )
-def test_a_cpu_that_others_use_is_busy(monkeypatch, share, ranks, throttle):
+@pytest.mark.parametrize("stolen", [0.0, 0.04])
+def test_a_cpu_that_others_use_is_busy(monkeypatch, share, ranks, throttle, stolen):
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    monkeypatch.setattr(telemetry.OtherLoad, "share", lambda load: share)
+    load = None if share is None else HostLoad(share - stolen, stolen)
+    monkeypatch.setattr(telemetry.OtherLoad, "shares", lambda of_host: load)
     monkeypatch.setattr(telemetry, "_BUSY_SHARE", 0.1)
     with Sampler(detect_cpu()) as sampler:
         pass
     assert sampler.telemetry.throttle == throttle
     assert ("throttle" in sampler.telemetry.unreadable) == (throttle is None)
+    assert sampler.telemetry.host_load == (load if ranks == "1" else None)
+
+
+def test_a_busy_host_is_recorded_for_a_gpu_and_does_not_count_as_its_throttling(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(telemetry.OtherLoad, "shares", lambda of_host: HostLoad(0.5, 0.1))
+    reading = Telemetry(clock_mhz=1980.0, throttle="none")
+    with Sampler(detect(facts("H100 SXM")), reader=lambda: reading) as sampler:
+        pass
+    assert sampler.telemetry.throttle == "none" and sampler.telemetry.host_load == HostLoad(0.5, 0.1)

@@ -53,6 +53,8 @@ def rows(draw):
         clock_mhz=draw(st.none() | READING),
         power_w=draw(st.none() | READING),
         throttle=draw(st.none() | NAME),
+        host_load=draw(st.none() | st.floats(0, 1)),
+        host_steal=draw(st.none() | st.floats(0, 1)),
     )
 
 
@@ -72,7 +74,16 @@ def test_csv_gives_back_the_same_rows_bit_for_bit(written):
 def test_a_carriage_return_survives_and_lines_end_in_newline(row):
     text = rows_to_csv([row(value=None, value_reason='a\rb\r\nc\nd,"e"')])
     assert rows_from_csv(text)[0].value_reason == 'a\rb\r\nc\nd,"e"'
-    assert text.splitlines(keepends=True)[0].endswith("throttle\n")
+    assert text.splitlines(keepends=True)[0].endswith("throttle,host_load,host_steal\n")
+
+
+def test_rows_of_versions_without_the_load_of_the_host_are_read(row):
+    written = rows_to_csv([row(throttle="none", host_load=0.2, host_steal=0.0), row(variant="other", throttle="busy")])
+    older = "".join(line.rsplit(",", 2)[0] + "\n" for line in written.splitlines())
+    read = rows_from_csv(older)
+    assert [r.throttle for r in read] == ["none", "busy"] and all(r.host_load is None and r.host_steal is None for r in read)
+    with pytest.raises(RowError, match="header is not that of schema"):
+        rows_from_csv("".join(line.rsplit(",", 1)[0] + "\n" for line in written.splitlines()))
 
 
 @pytest.mark.parametrize(

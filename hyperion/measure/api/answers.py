@@ -258,9 +258,10 @@ def interval_of(estimate: Estimate) -> dict:
 
 
 def state_of_device(timing: Timing) -> dict:
-    """Return the row columns clock_mhz, power_w and throttle of a timing."""
+    """Return the row columns of a timing that describe the state of the device and of its host."""
     seen = timing.telemetry
-    return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle}
+    load = {} if seen.host_load is None else {"host_load": seen.host_load.others, "host_steal": seen.host_load.stolen}
+    return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle} | load
 
 
 def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
