@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hyperion.doctor.batches import largest_fitting, load_step
-from hyperion.doctor.preflight import check_preflight, workloads
+from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import apply_rules, rules
 from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state
+from hyperion.engines.environments import environment_folder
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.install.machine import AMD, KernelFacts
@@ -356,7 +357,23 @@ def test_preflight_of_a_node_that_has_everything(workload):
         ({"shm_gib": None}, "/dev/shm", "unknown", "skip"),
         ({"device_archs": ()}, "GPUs that torch sees", "0", "fail"),
         ({"build": Build("2.9.1+rocm6.2", hip="6.2.4")}, "ROCm", "6.2", "fail"),
-        (H200 | {"kernel": KernelFacts(nvidia_driver="470.57")}, "NVIDIA driver", "470", "fail"),
+        (H200, "NVIDIA driver", "580.1", "ok"),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="550.90")}, "NVIDIA driver", "550.90", "fail"),
+        (
+            H200 | {"kernel": KernelFacts(nvidia_driver="550.90"), "build": Build("2.9.1", cuda="12.8")},
+            "NVIDIA driver",
+            "550.90",
+            "ok",
+        ),
+        (
+            H200 | {"kernel": KernelFacts(nvidia_driver="470.57"), "build": Build("2.9.1", cuda="12.8")},
+            "NVIDIA driver",
+            "470.57",
+            "fail",
+        ),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="550.90"), "build": Build("2.13.0+cpu")}, "NVIDIA driver", "550.90", "fail"),
+        (H200 | {"build": Build("3.0", cuda="14.1")}, "NVIDIA driver", "580.1", "skip"),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="")}, "NVIDIA driver", "unknown", "skip"),
         (H200, "ROCm", "no AMD GPU", "skip"),
         ({"collectives": ""}, "NCCL or RCCL", "none", "fail"),
         ({"mpi": ""}, "mpirun", "none", "warn"),
@@ -386,6 +403,19 @@ def test_an_unknown_workload_names_the_known_ones():
     assert "megatron" in caught.value.next_step
     lacking = check_preflight("serving", HEALTHY, lambda name: None)
     assert [need.what for need in lacking if need.result == "fail"] == ["fastapi", "uvicorn"]
+
+
+def test_a_framework_in_its_own_environment_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+
+    def need() -> Need:
+        return next(need for need in check_preflight("megatron", HEALTHY) if need.what == "megatron-core")
+
+    assert (need().result, need().remedy) == ("fail", "hyperion frameworks install megatron-core")
+    folder = environment_folder("megatron-core")
+    folder.mkdir(parents=True)
+    (folder / "hyperion-framework.json").write_text('{"versions": {"megatron-core": "0.16.1"}}')
+    assert (need().result, need().found) == ("ok", "0.16.1")
 
 
 def test_the_settings_of_a_machine_follow_its_facts():
