@@ -247,6 +247,15 @@ def test_the_command_prints_findings_with_remedies_and_one_line_for_skipped_test
     assert "driver (correctness), driver (floor)" in done.output and "6 items and 0 rules" in done.output
 
 
+@pytest.mark.parametrize(
+    "option", [["--numerics"], ["--floors"], ["--harness"], ["--comparison"], ["--preflight", "megatron"], ["--fit", "step.py"]]
+)
+def test_a_log_that_an_option_does_not_read_is_refused(option):
+    done = CliRunner().invoke(app, ["doctor", *option, "--log", "train.log"])
+    assert isinstance(done.exception, HyperionError)
+    assert option[0] in done.exception.what and f"without {option[0]}" in str(done.exception.next_step)
+
+
 def test_preflight_and_fit_end_with_their_exit_codes(monkeypatch, tmp_path):
     monkeypatch.setattr("hyperion.doctor.state.read_state", lambda: State(memory_gib=4.0))
     done = CliRunner().invoke(app, ["doctor", "--preflight", "inference", "--json"])
