@@ -189,6 +189,11 @@ def test_there_are_cases_for_exactly_the_rules_and_ids_are_unique():
     assert set(CASES) | set(LOGS) == set(BY_ID) and len(BY_ID) == len(rules()) >= 39
 
 
+def test_the_change_log_counts_the_rules():
+    text = (Path(__file__).resolve().parents[2] / "CHANGELOG.md").read_text("utf-8")
+    assert f" {len(rules())} rules of troubleshooting" in text
+
+
 def test_a_healthy_machine_has_no_finding():
     assert [result for result in apply_rules(HEALTHY) if result.result != "ok"] == []
 
