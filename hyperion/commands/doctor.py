@@ -65,6 +65,14 @@ def doctor(
         raise HyperionError(f"--run {run} is given without --floors", next_step=f"use both: hyperion doctor --floors --run {run}")
     if run is not None and as_json:
         raise HyperionError("--json reports on this machine, and not on a run", next_step=f"leave out --json or --run {run}")
+    others = {"--preflight": preflight is not None, "--fit": fit is not None, "--comparison": comparison, "--harness": harness}
+    others |= {"--numerics": numerics and not as_json, "--floors": floors and not as_json}
+    option = next((name for name, given in others.items() if given), None)
+    if log is not None and option is not None:
+        remedy = f"call `hyperion doctor --log {log}` without {option}"
+        if option in ("--numerics", "--floors"):
+            remedy += ", or add --json for one report of both"
+        raise HyperionError(f"{option} reads no log", where=f"--log {log}", next_step=remedy)
     if preflight is not None:
         raise typer.Exit(_print_preflight(preflight, as_json))
     if fit is not None:

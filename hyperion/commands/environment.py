@@ -1,5 +1,6 @@
 """The command `hyperion env`: fingerprint, environment variables, and ways to install PyTorch on this machine."""
 
+import itertools
 import json
 import os
 import sysconfig
@@ -35,6 +36,7 @@ def env(
     The exit code is 2 if this torch is too old or is not built for the GPU of this machine. The message names the cause.
 
     With --lint: the exit code is 1 if a variable is set that nothing reads, that does harm, or that contradicts another one.
+    Shell scripts, Dockerfiles and Python files are read. Several files are also compared with each other.
     """
     if files and not lint:
         raise HyperionError("files are given without --lint", next_step=f"hyperion env --lint {' '.join(map(str, files))}")
@@ -78,17 +80,23 @@ def _links(facts: "MachineFacts") -> dict:
 def _print_lint(files: list[Path]) -> int:
     """Print the linter's findings about the files or, without files, about the environment of this process.
 
-    Return 1 if there is a finding, else 0.
+    Each file is checked alone, and then all files together for contradictions between them. Return 1 if there is a finding
+    other than 'unknown here', else 0.
     """
-    from hyperion.install.variables import lint, read_assignments
+    from hyperion.install.assignments import read_assignments
+    from hyperion.install.variables import lint
 
     sources = {str(file): read_assignments(file) for file in files} or {"environment": sorted(os.environ.items())}
-    count = 0
-    for place, assignments in sources.items():
-        for finding in lint(assignments, Path(sysconfig.get_paths()["purelib"])):
-            count += 1
-            say(f"{place}: {finding.kind}: {finding.what}")
-            say(f"  next:  {finding.instead}")
+    site_packages = Path(sysconfig.get_paths()["purelib"])
+    found = [(place, finding) for place, assignments in sources.items() for finding in lint(assignments, site_packages)]
+    known = {finding for _, finding in found}
+    for finding in lint(itertools.chain.from_iterable(sources.values())):
+        if finding.kind == "contradiction" and finding not in known:
+            found.append((", ".join(sources), finding))
+    for place, finding in found:
+        say(f"{place}: {finding.kind}: {finding.what}")
+        say(f"  next:  {finding.instead}")
+    count = sum(finding.kind != "unknown here" for _, finding in found)
     say(f"findings: {count}, in {sum(map(len, sources.values()))} settings")
     return int(count > 0)
 

@@ -2,10 +2,13 @@
 
 import csv
 import io
+import math
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +16,7 @@ import typer
 
 from hyperion.commands.console import parse_duration
 from hyperion.errors import HyperionError
-from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, csv_rows, system_devices
+from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, csv_rows, mean_power, system_devices
 from hyperion.terminal import say
 
 _NO_ENERGY = "no energy per token: no device reports its power"
@@ -36,7 +39,9 @@ def monitor(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(help="Run whose rows of tokens_per_s give the energy per token, as `latest`.", show_default=False),
+        typer.Option(
+            help="Run in which the command measures tokens_per_s, for the energy per token, as `latest`.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Watch utilisation, memory, temperature, power, clocks and throttling of all devices: `hyperion monitor -- python train.py`.
@@ -53,7 +58,7 @@ def monitor(
         raise HyperionError(
             f"--interval {interval} is too short", next_step="use at least 0.01s; a GPU updates its sensors at 0.1s"
         )
-    started_s = time.time()
+    started_s, clock_s = time.time(), time.time() - time.monotonic()
     with Monitor(system_devices(), interval_s) as watching:
         code = run_watched(command) if command else _wait(parse_duration(duration or "", "--duration"))
     summaries = watching.summaries()
@@ -61,8 +66,11 @@ def monitor(
         csv_file.write_text(csv_text(csv_rows(watching.devices, watching.readings)), encoding="utf-8")
     if plot is not None:
         plot.write_bytes(plot_png(csv_rows(watching.devices, watching.readings)))
-    rates = _rates(run, started_s) if run is not None else {}
-    for line in summary_lines(summaries, watching.overhead, tokens, rates):
+    energies = {}
+    for rate in measured_rates(run, started_s) if run is not None else ():
+        power = mean_power(watching.readings, rate.started_s - clock_s, rate.ended_s - clock_s)
+        energies[rate.name] = None if power is None else power / rate.tokens_per_s
+    for line in summary_lines(summaries, watching.overhead, tokens, energies):
         say(line)
     raise typer.Exit(code)
 
@@ -132,24 +140,63 @@ def plot_png(rows: Sequence[dict]) -> bytes:
     return picture.getvalue()
 
 
-def _rates(run: str, started_s: float) -> dict[str, float]:
-    """Return the tokens per second in the rows of a run, by experiment and variant.
+@dataclass(frozen=True)
+class TokenRate:
+    """A measured rate with the time in which it was measured.
+
+    Args:
+        name: experiment, variant, format and parameters of the row.
+        tokens_per_s: tokens of all ranks per second.
+        started_s, ended_s: start of the experiment, and when its samples were stored, in seconds since 1970.
+    """
+
+    name: str
+    tokens_per_s: float
+    started_s: float
+    ended_s: float
+
+
+def measured_rates(run: str, since_s: float) -> list[TokenRate]:
+    """Return the rates in tokens per second of the experiments of a run that started at or after a time.
+
+    Rates of single ranks are left out, because the power is that of all devices.
+
+    Args:
+        run: the run, such as `latest`.
+        since_s: time in seconds since 1970.
 
     Raises:
-        HyperionError: the run is older than the monitored command, so that its power was not measured.
+        HyperionError: no such experiment has a rate, so that its power was not measured.
     """
     from hyperion.results import Run, find_run
+    from hyperion.results.store import samples_name
 
-    store = Run.open(find_run(run))
-    rows = store.folder / "rows.csv"
-    if not rows.is_file() or rows.stat().st_mtime < started_s:
-        raise HyperionError("no row of this run was measured while the monitor ran", where=store.folder, next_step="use --tokens")
-    found = (row for row in store.rows() if row.metric == "tokens_per_s" and row.value)
-    return {f"{row.experiment} {row.variant} {row.dtype or ''}".strip(): row.value for row in found if row.value is not None}
+    store, rates = Run.open(find_run(run)), []
+    for place, entry in store.experiments().items():
+        # Only the recorded start counts: a file that is copied or touched is new, but its rows are not.
+        started_s = datetime.fromisoformat(entry["started_at"]).timestamp() if entry.get("started_at") else -math.inf
+        if started_s < since_s:
+            continue
+        notebook, _, experiment = place.partition("/")
+        ended_s = (store.folder / samples_name(notebook, experiment)).stat().st_mtime
+        for row in store.rows(notebook, experiment):
+            if row.metric == "tokens_per_s" and row.rank is None and row.value:
+                words = [experiment, row.variant, row.dtype or "", *(f"{key}={value}" for key, value in row.params.items())]
+                rates.append(TokenRate(" ".join(filter(None, words)), row.value, started_s, ended_s))
+    if not rates:
+        raise HyperionError(
+            "no experiment of this run with a rate in tokens per second started while the monitor ran",
+            where=store.folder,
+            next_step="let the command measure (RUN=new), or give --tokens",
+        )
+    return rates
 
 
 def summary_lines(
-    summaries: Sequence[DeviceSummary], overhead: float, tokens: int | None = None, rates: dict[str, float] | None = None
+    summaries: Sequence[DeviceSummary],
+    overhead: float,
+    tokens: int | None = None,
+    energies: Mapping[str, float | None] | None = None,
 ) -> list[str]:
     """Return the summary as lines of text: one line for each device, followed by the energy per token.
 
@@ -157,7 +204,8 @@ def summary_lines(
         summaries: one for each device.
         overhead: share of one core that the monitor used.
         tokens: number of tokens of the whole command.
-        rates: tokens per second by name. The energy per token is the mean power of all devices divided by the rate.
+        energies: energy per token in joules of each measured rate: the mean power of all devices during the experiment, divided
+            by the rate. None means that no power was read in this time.
     """
     lines = []
     for one in summaries:
@@ -176,15 +224,12 @@ def summary_lines(
         rate = "" if one.rate_error is None else f", interval {one.rate_error:+.1%} from the requested one"
         lines.append(f"{one.device}: {'; '.join(parts) or 'nothing can be read'} ({one.samples} readings{rate})")
         lines += [f"  {name}: {reason}" for name, reason in one.unreadable.items()]
-    energies, powers = [one.energy_j for one in summaries], [one.power_w for one in summaries]
-    # The second die of an MI250X reports no power, because the first die reports the power of the whole module.
-    energy = sum(value for value in energies if value is not None) if any(value is not None for value in energies) else None
-    power = sum(value for value in powers if value is not None) if any(value is not None for value in powers) else None
+    # The second die of an MI250X reports no energy, because the first die reports that of the whole module.
+    measured = [one.energy_j for one in summaries if one.energy_j is not None]
     if tokens is not None:
-        lines.append(f"energy per token: {energy / tokens:.4g} J" if energy is not None else _NO_ENERGY)
-    for name, rate in (rates or {}).items():
-        lines.append(
-            f"{name}: {power / rate:.4g} J per token, at the mean power" if power is not None else f"{name}: {_NO_ENERGY}"
-        )
+        lines.append(f"energy per token: {sum(measured) / tokens:.4g} J" if measured else _NO_ENERGY)
+    for name, energy in (energies or {}).items():
+        reason = "no energy per token: no device has two readings of its power in this time"
+        lines.append(f"{name}: {reason if energy is None else f'{energy:.4g} J per token, at the mean power of the experiment'}")
     lines.append(f"the monitor used {overhead:.2%} of one core")
     return lines

@@ -45,7 +45,7 @@ class CheckResult:
         evidence: what the check observed.
         remedy: the next step if the status is 'warn' or 'fail', else "".
         version: version of what was checked, or "".
-        found: True if the component is installed on this machine.
+        found: True if the component is installed on this machine, False if it is absent or if its test did not run.
     """
 
     id: str
@@ -61,7 +61,8 @@ def check_python(version: Sequence[int | str] = sys.version_info, executable: st
     evidence = f"Python {'.'.join(map(str, version[:3]))}, {executable}"
     if tuple(version[:2]) >= MINIMUM_PYTHON:
         return CheckResult("python", "ok", evidence, version=".".join(map(str, version[:3])))
-    return CheckResult("python", "fail", evidence, "use Python 3.11 or newer: make setup PYTHON=/path/to/python3.12")
+    remedy = "use Python 3.11 or newer: make setup PYTHON=/path/to/python3.12"
+    return CheckResult("python", "fail", evidence, remedy, ".".join(map(str, version[:3])))
 
 
 def check_torchvision(load: Callable[[], ModuleType] = compat.import_torchvision) -> CheckResult:
@@ -147,37 +148,44 @@ def check_torch_build(
     try:
         require_torch_build(build, machine, override)
     except HyperionError as error:
-        return CheckResult("torch_build", "fail", f"{error.what}; {machine.evidence}", error.next_step or "")
+        return CheckResult("torch_build", "fail", f"{error.what}; {machine.evidence}", error.next_step or "", build.version)
     evidence = f"{build}; {machine.evidence}"
     if machine.note:
-        return CheckResult("torch_build", "warn", f"{evidence}; {machine.note}", "set TORCH= to choose another build")
+        remedy = "set TORCH= to choose another build"
+        return CheckResult("torch_build", "warn", f"{evidence}; {machine.note}", remedy, build.version)
     return CheckResult("torch_build", "ok", evidence, version=build.version)
 
 
 def check_accelerator(
-    build: Build | None = None, names: Callable[[], list[str]] | None = None, masks: Mapping[str, str] = os.environ
+    build: Build | None = None,
+    names: Callable[[], list[str]] | None = None,
+    masks: Mapping[str, str] = os.environ,
+    driver: str = "",
 ) -> CheckResult:
-    """Check that a GPU build of torch can use the GPUs.
+    """Check that a GPU build of torch can use the GPUs. The component counts as found if there is a driver or a usable GPU.
 
     Args:
         build: the build of torch; default: the build that this process imported.
         names: function that returns the names of the GPUs that torch can use, or raises torch's RuntimeError.
         masks: environment variables. Only those whose names end in _VISIBLE_DEVICES are used.
+        driver: name and version of the GPU driver, or "" if it is unknown.
     """
     build = build or installed_build()
     if build.kind == "cpu":
-        return CheckResult("accelerator", "skip", "a CPU build of torch: everything runs on the CPU")
+        evidence = "a CPU build of torch: everything runs on the CPU"
+        return CheckResult("accelerator", "skip", evidence, version=driver, found=bool(driver))
     hidden = {name: value for name, value in masks.items() if name.endswith("_VISIBLE_DEVICES")}
     try:
         gpus, problem = (names or _device_names)(), "torch cannot use a GPU"
     except RuntimeError as error:
         gpus, problem = [], str(error)
     if gpus:
-        return CheckResult("accelerator", "ok", f"{len(gpus)} visible: {', '.join(sorted(set(gpus)))}")
+        return CheckResult("accelerator", "ok", f"{len(gpus)} visible: {', '.join(sorted(set(gpus)))}", version=driver)
     remedy = "update the GPU driver to the version that this build needs; in a container, pass the devices through"
     if hidden:
         remedy = f"unset {', '.join(hidden)}, or set them to a device that exists"
-    return CheckResult("accelerator", "fail", f"{problem}; environment variables that hide GPUs: {hidden or 'none'}", remedy)
+    evidence = f"{problem}; environment variables that hide GPUs: {hidden or 'none'}"
+    return CheckResult("accelerator", "fail", evidence, remedy, driver, bool(driver))
 
 
 def _device_names() -> list[str]:
@@ -242,6 +250,7 @@ def check_data_source(mirror: Callable[[], Path] = mirror_root, cache: Path | No
         "warn",
         "no mirror and no data in the cache: data will be downloaded, and the smoke profile falls back to synthetic data",
         FETCH_HINT,
+        found=False,
     )
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from hyperion.doctor import checks, probes
 from hyperion.doctor.checks import CheckResult
 from hyperion.doctor.floors import MET, NOT_MEASURED, check_floors
 from hyperion.doctor.numerics import check_numerics
-from hyperion.doctor.report import LEVELS, Item, Layer, Level
+from hyperion.doctor.report import LAYERS, LEVELS, Item, Layer, Level
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 from hyperion.units import GIB
@@ -48,12 +49,16 @@ class Component:
         name: its name.
         tests: one test for each level that has one.
         untested: for each level without a test, the reason why there is none.
+        needs: names of the components that it depends on. Its tests run after theirs, and only if theirs did not fail.
+        version: version of the component, if it is known before its tests run.
     """
 
     layer: Layer
     name: str
     tests: dict[Level, Check]
     untested: dict[Level, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    version: str = ""
 
 
 def components(facts: MachineFacts, numerics: bool = False, floors: bool = False) -> list[Component]:
@@ -66,17 +71,27 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
     """
     device = detect(facts)
     devices = [detect(facts, index) for index in range(len(facts.gpus))] or [device]
-    count, where = len(facts.gpus), device.torch_device
-    found = [_device(one, numerics, floors) for one in devices]
-    found += [
+    count, where, driver = len(facts.gpus), device.torch_device, facts.driver or ""
+    hardware = [_device(one, numerics, floors) for one in devices]
+    all_devices = tuple(component.name for component in hardware)
+    torch = ("PyTorch",)
+    return [
+        *hardware,
         Component(
             "hardware",
             "peer copies",
             {"correctness": Check("1 MiB between every two GPUs, all bytes", functools.partial(probes.probe_peers, count))},
             {"import": "part of every device"},
+            all_devices,
         ),
         _single("system", "python", "import", "version against the oldest that Hyperion supports", checks.check_python),
-        _single("system", "driver and devices", "import", "devices that torch can open", checks.check_accelerator),
+        _single(
+            "system",
+            "driver and devices",
+            "import",
+            "devices that torch can open",
+            functools.partial(checks.check_accelerator, driver=driver),
+        ),
         _single("system", "results folder", "correctness", "a file is written", checks.check_results_folder),
         _single("system", "disk space", "import", "free space against that of a full run", checks.check_disk_space),
         _single("system", "caches", "correctness", "a file is written in each cache folder", checks.check_caches),
@@ -87,6 +102,7 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
                 "import": Check("build against driver and GPU", checks.check_torch_build),
                 "correctness": Check("50 training steps, closed form", functools.partial(probes.probe_training, where)),
             },
+            needs=("python", "driver and devices", all_devices[0]),
         ),
         Component(
             "framework",
@@ -95,8 +111,17 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
                 "import": Check("import", checks.check_torchvision),
                 "correctness": Check("flip and normalise by value", probes.probe_torchvision),
             },
+            needs=torch,
         ),
-        _package("framework", "Triton", "triton", ("triton", "pytorch-triton-rocm"), "a kernel by value", probes.probe_triton),
+        _package(
+            "framework",
+            "Triton",
+            "triton",
+            ("triton", "pytorch-triton-rocm"),
+            "a kernel by value",
+            probes.probe_triton,
+            needs=torch,
+        ),
         _package(
             "framework",
             "ONNX Runtime",
@@ -125,26 +150,46 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
             "causality of a small Llama",
             probes.probe_transformers,
             required=True,
+            needs=torch,
         ),
-        _package("model", "peft", "peft", ("peft",), "a merged LoRA adapter by value", probes.probe_peft, required=True),
+        _package(
+            "model",
+            "peft",
+            "peft",
+            ("peft",),
+            "a merged LoRA adapter by value",
+            probes.probe_peft,
+            required=True,
+            needs=("PyTorch", "transformers"),
+        ),
         _single(
             "model",
             "attention",
             "correctness",
             "output and gradients against float64",
             functools.partial(probes.probe_attention, where),
+            torch,
+            facts.torch or "",
         ),
-        _package("model", "Megatron-LM", "megatron.core", ("megatron-core",)),
-        _package("model", "vLLM", "vllm", ("vllm",)),
-        _package("model", "DeepSpeed", "deepspeed", ("deepspeed",)),
-        _collectives(count),
+        _framework("Megatron-LM", "megatron-core", "megatron.core"),
+        _package("model", "vLLM", "vllm", ("vllm",), needs=torch),
+        _framework("DeepSpeed", "deepspeed", "deepspeed"),
+        _single(
+            "communication",
+            "NCCL or RCCL" if count else "gloo",
+            "correctness",
+            "all-reduce, all-gather and broadcast by value, one process for each rank",
+            functools.partial(probes.probe_collectives, count or 2, "nccl" if count else "gloo"),
+            ("PyTorch", *all_devices),
+            (facts.collectives if count else facts.torch) or "",  # gloo has no version of its own: it is part of torch
+        ),
         Component(
             "communication",
             "MPI",
-            {"correctness": Check("allreduce, bcast, scatter, gather under mpirun -n 2", probes.probe_mpi)},
+            {"correctness": Check("allreduce, reduce, bcast, scatter, gather under mpirun -n 2", probes.probe_mpi)},
             {"import": "the correctness test finds mpirun and mpi4py"},
         ),
-        _package("extension", "Flash Attention", "flash_attn", ("flash-attn", "flash_attn")),
+        _package("extension", "Flash Attention", "flash_attn", ("flash-attn", "flash_attn"), needs=torch),
         _package(
             "extension",
             "bitsandbytes",
@@ -152,23 +197,38 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
             ("bitsandbytes",),
             "NF4 and back, error and bytes",
             functools.partial(probes.probe_bitsandbytes, where),
+            needs=torch,
         ),
         _single(
             "extension",
             "NVML" if device.kind == "cuda" else "ROCm SMI" if device.kind == "rocm" else "CPU telemetry",
             "correctness",
             "one reading, each value within physical bounds",
-            functools.partial(probes.probe_telemetry, device),
+            functools.partial(probes.probe_telemetry, device, version=driver if count else ""),
+            ("driver and devices",),
         ),
-        _single("extension", "PyTorch Profiler", "correctness", "three products in table and trace", probes.probe_profiler),
+        _single(
+            "extension",
+            "PyTorch Profiler",
+            "correctness",
+            "three products in table and trace",
+            probes.probe_profiler,
+            torch,
+            facts.torch or "",
+        ),
         _package(
-            "extension", "TensorBoard", "tensorboard", ("tensorboard",), "values written and read back", probes.probe_tensorboard
+            "extension",
+            "TensorBoard",
+            "tensorboard",
+            ("tensorboard",),
+            "values written and read back",
+            probes.probe_tensorboard,
+            needs=torch,
         ),
         _package("extension", "Weights & Biases", "wandb", ("wandb",)),
         _single("extension", "notebook kernel", "correctness", "a kernel starts in this Python", checks.check_notebook_kernel),
         _single("extension", "data source", "import", "mirror or cache holds data", checks.check_data_source),
     ]
-    return found
 
 
 def _device(device: Device, numerics: bool, floors: bool) -> Component:
@@ -216,10 +276,18 @@ def _floors() -> CheckResult:
     )
 
 
-def _single(layer: Layer, name: str, level: Level, tested: str, run: Callable[[], CheckResult]) -> Component:
+def _single(
+    layer: Layer,
+    name: str,
+    level: Level,
+    tested: str,
+    run: Callable[[], CheckResult],
+    needs: tuple[str, ...] = (),
+    version: str = "",
+) -> Component:
     other: Level = "correctness" if level == "import" else "import"
     why = "the import test covers this" if level == "import" else "the correctness test covers this"
-    return Component(layer, name, {level: Check(tested, run)}, {other: why})
+    return Component(layer, name, {level: Check(tested, run)}, {other: why}, needs, version)
 
 
 def _package(
@@ -230,69 +298,122 @@ def _package(
     tested: str = "",
     run: Callable[[], CheckResult] | None = None,
     required: bool = False,
+    needs: tuple[str, ...] = (),
 ) -> Component:
     load = Check(f"import {module}", functools.partial(probes.probe_import, module, packages, required))
     tests: dict[Level, Check] = {"import": load}
     if run is not None:
         tests["correctness"] = Check(tested, run)
-    return Component(layer, name, tests, {} if run else {"correctness": _NO_PROBE})
+    return Component(layer, name, tests, {} if run else {"correctness": _NO_PROBE}, needs)
 
 
-def _collectives(count: int) -> Component:
-    backend = "nccl" if count else "gloo"
-    run = functools.partial(probes.probe_collectives, count or 2, backend)
-    tested = "all-reduce, all-gather and broadcast by value, one process for each rank"
-    return _single("communication", "NCCL or RCCL" if count else "gloo", "correctness", tested, run)
+def _framework(name: str, environment: str, module: str) -> Component:
+    load = Check(f"import {module}", functools.partial(probes.probe_environment, environment, module))
+    return Component("model", name, {"import": load}, {"correctness": _NO_PROBE}, ("PyTorch",))
 
 
 def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: float = TIMEOUT_S) -> list[Item]:
     """Run the tests of all components, and return the report items: one for each component and level.
 
+    The components are tested from the first layer to the last. A component is tested after the components that it needs. If one
+    of these failed, its own tests are skipped, and the evidence names the component that failed. Components that are needed, but
+    not chosen, are ignored. A missed floor (a device that is too slow) is no failure in this sense.
+
     Args:
         chosen: the components.
         workers: number of worker processes.
         timeout_s: time limit of each test in seconds.
+
+    Raises:
+        ValueError: components need each other in a circle.
     """
     chosen = list(chosen)
-    # The tests of the communication layer start several processes and take longest, so they are started first.
-    queue = iter(sorted(chosen, key=lambda component: component.layer != "communication"))
-    lock, done = threading.Lock(), {}
+    schedule, items = _Schedule(chosen), {}
 
     def work() -> None:
         with IsolatedProcess(timeout_s, _prepare) as worker:
-            while True:
-                with lock:
-                    component = next(queue, None)
-                if component is None:
-                    return
-                done[id(component)] = _items(component, worker)
+            while (component := schedule.take()) is not None:
+                cause = ""
+                try:
+                    items[id(component)], cause = _items(component, worker, schedule.cause_of(component))
+                finally:
+                    schedule.finish(component, cause)
 
     with ThreadPoolExecutor(workers) as threads:
         for future in [threads.submit(work) for _ in range(workers)]:
             future.result()
-    return [item for component in chosen for item in done[id(component)]]
+    return [item for component in chosen for item in items[id(component)]]
 
 
-def _items(component: Component, worker: IsolatedProcess) -> list[Item]:
-    items, blocked, found, version = [], "", True, ""
+class _Schedule:
+    """Components that wait for a worker, in the order of their layers, and the failures that concern their dependents."""
+
+    def __init__(self, chosen: list[Component]):
+        self._waiting = sorted(chosen, key=lambda component: LAYERS.index(component.layer))
+        self._unfinished = Counter(component.name for component in chosen)
+        self._running, self._causes, self._changed = 0, {}, threading.Condition()
+
+    def take(self) -> Component | None:
+        """Return the next component whose needs are finished, or None at the end. Wait while there is none."""
+        with self._changed:
+            while self._waiting:
+                for component in self._waiting:
+                    if not any(self._unfinished[name] for name in component.needs):
+                        self._waiting.remove(component)
+                        self._running += 1
+                        return component
+                if not self._running:
+                    raise ValueError(f"components need each other: {', '.join(one.name for one in self._waiting)}")
+                self._changed.wait()
+            return None
+
+    def cause_of(self, component: Component) -> str:
+        """Return why a component cannot be tested, or ""."""
+        with self._changed:
+            return next((self._causes[name] for name in component.needs if name in self._causes), "")
+
+    def finish(self, component: Component, cause: str) -> None:
+        """Record that the tests of a component ended, and why its dependents cannot be tested ("" if they can)."""
+        with self._changed:
+            self._running -= 1
+            self._unfinished[component.name] -= 1
+            if cause:
+                self._causes[component.name] = cause
+            self._changed.notify_all()
+
+
+def _items(component: Component, worker: IsolatedProcess, inherited: str) -> tuple[list[Item], str]:
+    """Return the report items of a component, and why its dependents cannot be tested ("" if they can).
+
+    Args:
+        component: the component.
+        worker: process that runs the tests.
+        inherited: why the component itself cannot be tested, or "".
+    """
+    results: dict[Level, tuple[CheckResult, float]] = {}
+    blocked = cause = inherited
     for level in LEVELS:
-        test, seconds = component.tests.get(level), 0.0
+        test = component.tests.get(level)
         if test is None:
             reason = component.untested.get(level, _NO_FLOOR if level == "floor" else "there is no test")
-            result = CheckResult(component.name, "skip", reason)
+            results[level] = CheckResult(component.name, "skip", reason), 0.0
         elif blocked:
-            result = CheckResult(component.name, "skip", blocked)
+            results[level] = CheckResult(component.name, "skip", blocked), 0.0
         else:
-            result, seconds = _run(worker, test.run)
-        found &= result.found
-        version = result.version or version
-        if test is not None and not blocked and result.status in ("fail", "absent"):
-            blocked = f"not run, because the level {level} is {result.status!r}"
-        ran = test is not None and result.status not in ("skip", "absent")
-        tested = test.tested if test is not None and ran else ""
+            results[level] = result, _ = _run(worker, test.run)
+            if result.status in ("fail", "absent"):
+                blocked = f"not run, because the level {level} is {result.status!r}"
+            if result.status == "fail" and level != "floor":
+                cause = f"not run, because {component.name} ({component.layer}) failed at the level {level}"
+    found = not inherited and all(result.found for result, _ in results.values())
+    version = next((result.version for result, _ in results.values() if result.version), component.version)
+    items = []
+    for level, (result, seconds) in results.items():
+        ran = level in component.tests and result.status not in ("skip", "absent")
+        tested = component.tests[level].tested if ran else ""
         where = (component.layer, component.name, level)
         items.append(Item(*where, found, version, tested, result.status, result.evidence, result.remedy, seconds))
-    return items
+    return items, cause
 
 
 def _run(worker: IsolatedProcess, test: Callable[[], CheckResult]) -> tuple[CheckResult, float]:

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from hyperion.doctor.probes import package_version
 from hyperion.doctor.state import State
+from hyperion.engines.environments import ENVIRONMENTS, install_command, installed_versions
 from hyperion.errors import HyperionError
+from hyperion.install.advice import CUDA_OF_PYPI, least_nvidia_driver
 from hyperion.install.machine import decide
 from hyperion.install.plan import MINIMUM_PYTHON, MINIMUM_TORCH
 
@@ -38,7 +40,13 @@ def workloads() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name("preflight.toml").read_text(encoding="utf-8"))
 
 
-def check_preflight(workload: str, state: State, version: Callable[[str], str | None] = package_version) -> list[Need]:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package in its framework environment or in this environment, or None."""
+    versions = installed_versions(package) if package in ENVIRONMENTS else {}
+    return versions.get(package) or package_version(package)
+
+
+def check_preflight(workload: str, state: State, version: Callable[[str], str | None] = installed_version) -> list[Need]:
     """Check every requirement of a workload, and return one result for each.
 
     All workloads need access to the device files, and sufficient versions of Python and PyTorch. These are always checked.
@@ -80,14 +88,18 @@ def _needs(name: str, least: Any, state: State, version: Callable[[str], str | N
         case "rocm":
             return [_rocm(state, tuple(least))]
         case "nvidia_driver":
-            return [_nvidia(state, least)]
+            return [_nvidia(state)]
         case "collectives":
             return [_present("NCCL or RCCL", state.collectives, "use a GPU build of torch")]
         case "mpi":
             return [_present("mpirun", state.mpi, "apt install openmpi-bin; pip install mpi4py")]
         case "packages":
-            return [_present(package, version(package), f"pip install {package}") for package in least]
+            return [_present(package, version(package), _install(package)) for package in least]
     raise HyperionError(f"unknown need {name!r}", where="preflight.toml", next_step="use the names of its other entries")
+
+
+def _install(package: str) -> str:
+    return install_command(package) if package in ENVIRONMENTS else f"pip install {package}"
 
 
 def _at_least(what: str, found: float | None, least: float, unit: str, remedy: str) -> Need:
@@ -158,9 +170,16 @@ def _rocm(state: State, least: tuple[int, ...]) -> Need:
     return _version("ROCm", ".".join(map(str, found)), least, "install a newer ROCm")
 
 
-def _nvidia(state: State, least: int) -> Need:
-    driver = state.kernel.nvidia_driver
+def _nvidia(state: State) -> Need:
+    # A build without CUDA is replaced by a wheel from PyPI before the workload runs.
+    cuda = (state.build.cuda if state.build else None) or str(CUDA_OF_PYPI)
+    driver, least = state.kernel.nvidia_driver, least_nvidia_driver(cuda)
+    needed = f"{least} for CUDA {cuda}" if least else f"unknown for CUDA {cuda}"
     if driver is None:
-        return Need("NVIDIA driver", "no NVIDIA GPU", str(least), "skip")
+        return Need("NVIDIA driver", "no NVIDIA GPU", needed, "skip")
     major = driver.split(".")[0]
-    return _at_least("NVIDIA driver", int(major) if major.isdigit() else None, least, "", "update the driver")
+    if not major.isdigit() or least is None:
+        return Need("NVIDIA driver", driver or "unknown", needed, "skip")
+    enough = int(major) >= least
+    remedy = "" if enough else "update the driver, or see `hyperion env --install` for a build for this driver"
+    return Need("NVIDIA driver", driver, needed, "ok" if enough else "fail", remedy)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.doctor.checks import CheckResult
+from hyperion.engines.environments import install_command, installed_python, installed_versions, why_not_installed
 from hyperion.hardware import Device, Telemetry, detect, read
 from hyperion.kernels.availability import why_no_kernels
 from hyperion.processes import Job, run_ranks
@@ -29,6 +31,7 @@ from hyperion.processes.mpi import mpirun_settings
 
 REINSTALL = "run `make setup`, or reinstall the package in this environment"
 _MPI_PROGRAM = """
+import math
 import sys
 from mpi4py import MPI
 c = MPI.COMM_WORLD
@@ -37,8 +40,10 @@ total = c.allreduce(r + 1)
 shared = c.bcast([7] if r == 0 else None, root=0)
 part = c.scatter([10 * i for i in range(n)] if r == 0 else None, root=0)
 whole = c.gather(part, root=0)
-ok = total == n * (n + 1) // 2 and shared == [7] and part == 10 * r and (r or whole == [10 * i for i in range(n)])
-assert ok, (r, total, shared, part, whole)
+product = c.reduce(r + 2, op=MPI.PROD, root=0)
+ok = total == n * (n + 1) // 2 and shared == [7] and part == 10 * r
+ok = ok and (whole, product) == (([10 * i for i in range(n)], math.factorial(n + 1)) if r == 0 else (None, None))
+assert ok, (r, total, shared, part, whole, product)
 name = MPI.Get_library_version().split(",")[0].split("\\n")[0]
 sys.stdout.write(f"mpi {n} {name}\\n")  # in one piece, since MPICH mixes what the ranks write
 """
@@ -64,6 +69,29 @@ def probe_import(module: str, packages: Sequence[str], required: bool) -> CheckR
         evidence = f"import {module}: {type(error).__name__}: {error}"
         return CheckResult(module, "fail", evidence[:400], REINSTALL, version)
     return CheckResult(module, "ok", f"import {module}", version=version)
+
+
+def probe_environment(
+    name: str, module: str, call: Callable[..., subprocess.CompletedProcess] = subprocess.run, timeout_s: float = 80.0
+) -> CheckResult:
+    """Import a module of a framework in the framework's own environment, or in this one if that is not installed.
+
+    Args:
+        name: name of the environment, which is also the name of the package.
+        module: name of the module.
+        call: function that runs a command.
+        timeout_s: time limit of the import in seconds.
+    """
+    if why := why_not_installed(name):
+        result = probe_import(module, (name,), required=False)
+        return replace(result, evidence=why) if result.status == "absent" else result
+    python, version = installed_python(name), installed_versions(name)[name]
+    done = call([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        remedy = f"remove {Path(python).parents[1]}, then {install_command(name)}"
+        return CheckResult(module, "fail", f"import {module} in {python}: {last}"[:400], remedy, version)
+    return CheckResult(module, "ok", f"import {module} in {python}", version=version)
 
 
 def package_version(package: str) -> str | None:
@@ -291,7 +319,7 @@ def probe_collectives(ranks: int, backend: str, timeout_s: float = 90.0) -> Chec
 def probe_peers(count: int, copy: Callable[[torch.Tensor, str], torch.Tensor] = lambda x, target: x.to(target)) -> CheckResult:
     """Copy 1 MiB from every GPU to every other GPU, and compare all bytes."""
     if count < 2:
-        return CheckResult("peer_copies", "skip", f"{count} GPUs: there is no pair")
+        return CheckResult("peer_copies", "skip", f"{count} GPUs: there is no pair", found=False)
     data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     wrong = [f"{a} to {b}" for a, b in pairs if not torch.equal(copy(copy(data, f"cuda:{a}"), f"cuda:{b}").cpu(), data)]
@@ -301,24 +329,32 @@ def probe_peers(count: int, copy: Callable[[torch.Tensor, str], torch.Tensor] = 
     return CheckResult("peer_copies", "ok", f"{len(pairs)} directions, 1 MiB each, all bytes equal")
 
 
-def probe_telemetry(device: Device | None = None, reader: Callable[[Device], Telemetry] = read) -> CheckResult:
-    """Read clocks, power and temperature once, and check that every value is physically possible."""
+def probe_telemetry(device: Device | None = None, reader: Callable[[Device], Telemetry] = read, version: str = "") -> CheckResult:
+    """Read clocks, power and temperature once, and check that every value is physically possible.
+
+    Args:
+        device: the device; default: the first device of this machine.
+        reader: function that reads the device.
+        version: version of the driver, whose sensors are read.
+    """
     reading = reader(device or detect())
     bounds = {"clock_mhz": (1, 20_000), "memory_clock_mhz": (1, 40_000), "power_w": (0.1, 5_000), "temperature_c": (-20, 130)}
     values = {name: value for name in bounds if (value := getattr(reading, name)) is not None}
     wrong = {name: value for name, value in values.items() if not bounds[name][0] <= value <= bounds[name][1]}
     if wrong:
-        return CheckResult("telemetry", "fail", f"impossible values: {wrong}", "update the driver and its monitoring library")
+        remedy = "update the driver and its monitoring library"
+        return CheckResult("telemetry", "fail", f"impossible values: {wrong}", remedy, version)
     if not values:
-        return CheckResult("telemetry", "skip", f"nothing can be read: {reading.unreadable}")
+        return CheckResult("telemetry", "skip", f"nothing can be read: {reading.unreadable}", version=version, found=False)
     missing = "".join(f"; {name}: {reason}" for name, reason in reading.unreadable.items())
-    return CheckResult("telemetry", "ok", ", ".join(f"{name} {value:g}" for name, value in values.items()) + missing)
+    evidence = ", ".join(f"{name} {value:g}" for name, value in values.items()) + missing
+    return CheckResult("telemetry", "ok", evidence, version=version)
 
 
 def probe_mpi(
     find: Callable[[str], str | None] = shutil.which, call: Callable[..., subprocess.CompletedProcess] = subprocess.run
 ) -> CheckResult:
-    """Run allreduce, broadcast, scatter and gather under `mpirun -n 2` with mpi4py, and compare every value."""
+    """Run allreduce, reduce, broadcast, scatter and gather under `mpirun -n 2` with mpi4py, and compare every value."""
     mpirun = find("mpirun")
     if mpirun is None:
         return CheckResult("mpi", "absent", "mpirun is not in PATH", found=False)
@@ -331,4 +367,4 @@ def probe_mpi(
         # If mpirun belongs to another MPI library than mpi4py, each process is the only rank of its own job and prints "mpi 1".
         evidence = f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:] or 'no output'}"
         return CheckResult("mpi", "fail", evidence, "install mpi4py for this MPI: pip install --no-binary mpi4py mpi4py")
-    return CheckResult("mpi", "ok", "allreduce, bcast, scatter and gather on 2 ranks by value", version=lines[0][6:])
+    return CheckResult("mpi", "ok", "allreduce, reduce, bcast, scatter and gather on 2 ranks by value", version=lines[0][6:])

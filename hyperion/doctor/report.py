@@ -28,7 +28,7 @@ class Item:
         component: name of the component.
         level: 'import' (the component is installed and can be loaded), 'correctness' (a test compared a result of the component
             with a known result) or 'floor' (a test compared its rate with the smallest rate of a healthy machine).
-        found: whether the component is on this machine.
+        found: whether the component is on this machine. False also if no test of it ran.
         version: version of the component, or "" if it has none.
         tested: what the test did, or "" if nothing was tested.
         result: 'ok', 'warn', 'fail', 'skip' (not tested, the evidence says why) or 'absent' (optional and not installed).

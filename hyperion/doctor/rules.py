@@ -32,6 +32,7 @@ class Rule:
         detect: function that returns the evidence, or "" if the cause is not present.
         remedy: the next step.
         needs: names of the facts that must be known.
+        per_device: name of the field of `DeviceState` that must be known for each GPU, or "".
         severity: result if the cause is present.
     """
 
@@ -40,27 +41,35 @@ class Rule:
     detect: Callable[[State], str]
     remedy: str
     needs: tuple[str, ...] = ()
+    per_device: str = ""
     severity: Literal["warn", "fail"] = "warn"
 
     def apply(self, state: State) -> RuleResult:
-        """Return the result of this rule. If a fact that it needs is unknown, the result is 'skip'."""
+        """Return the result of this rule. If a fact that it needs is unknown, the result is 'skip'.
+
+        If a field is known for some GPUs only, a cause in these is reported. Without a cause in them, the result is 'skip'.
+        """
         unknown = [name for name in self.needs if getattr(state, name) is None]
         if unknown:
             return RuleResult(self.id, self.symptom, "skip", f"unknown: {', '.join(unknown)}", "")
         evidence = self.detect(state)
         if evidence:
             return RuleResult(self.id, self.symptom, self.severity, evidence, self.remedy)
+        devices = state.devices if self.per_device else ()
+        unread = [str(n) for n, one in enumerate(devices or ()) if getattr(one, self.per_device) is None]
+        if unread:
+            return RuleResult(self.id, self.symptom, "skip", f"unknown: {self.per_device} of GPU {', '.join(unread)}", "")
         return RuleResult(self.id, self.symptom, "ok", NOT_PRESENT, "")
 
 
 _RULES: list[Rule] = []
 
 
-def _rule(symptom: str, remedy: str, *needs: str, severity: Literal["warn", "fail"] = "warn"):
+def _rule(symptom: str, remedy: str, *needs: str, per_device: str = "", severity: Literal["warn", "fail"] = "warn"):
     """Return a decorator that registers a function as the detector of a rule. The name of the function is the id of the rule."""
 
     def register(detect: Callable[[State], str]) -> Callable[[State], str]:
-        _RULES.append(Rule(detect.__name__, symptom, detect, remedy, needs, severity))
+        _RULES.append(Rule(detect.__name__, symptom, detect, remedy, needs, per_device, severity))
         return detect
 
     return register
@@ -161,7 +170,9 @@ def device_not_passed(state: State) -> str:
     severity="fail",
 )
 def driver_too_old(state: State) -> str:
-    return state.device_error or ""
+    error = state.device_error or ""
+    # torch raises other errors for masked GPUs and for absent drivers, which other rules report.
+    return error if re.search(r"too old|insufficient", error, re.IGNORECASE) else ""
 
 
 @_rule("symbols or kernels are missing", "use one ROCm: a wheel contains its own; do not mix it with /opt/rocm", "build")
@@ -195,13 +206,18 @@ def memory_used_by_others(state: State) -> str:
     return f"memory in use before the program starts: {', '.join(busy)}" if busy else ""
 
 
-@_rule("steps are slower than before", "check cooling and power limit, then run `hyperion doctor --floors`", "devices")
+@_rule(
+    "steps are slower than before",
+    "check cooling and power limit, then run `hyperion doctor --floors`",
+    "devices",
+    per_device="throttle",
+)
 def throttled(state: State) -> str:
     bad = [f"GPU {n}: {one.throttle}" for n, one in enumerate(state.devices or ()) if one.throttle not in (None, "none")]
     return "; ".join(bad)
 
 
-@_rule("clocks fall under load", "check fans, airflow and the temperature of the room", "devices")
+@_rule("clocks fall under load", "check fans, airflow and the temperature of the room", "devices", per_device="temperature_c")
 def hot(state: State) -> str:
     hot_devices = [
         f"GPU {n}: {one.temperature_c:g} °C" for n, one in enumerate(state.devices or ()) if (one.temperature_c or 0) >= 90
@@ -209,13 +225,24 @@ def hot(state: State) -> str:
     return "; ".join(hot_devices)
 
 
-@_rule("copies are slow", "reseat the card, and check the slot: fewer lanes are in use than the card has", "devices")
+@_rule(
+    "copies are slow",
+    "reseat the card, and check the slot: fewer lanes are in use than the card has",
+    "devices",
+    per_device="link",
+)
 def narrow_link(state: State) -> str:
     links = [(number, one.link) for number, one in enumerate(state.devices or ()) if one.link]
     return "; ".join(f"GPU {n}: {now} of {most} PCIe lanes" for n, (now, most) in links if now < most)
 
 
-@_rule("wrong results", "drain the node and run the vendor's memory diagnostics", "devices", severity="fail")
+@_rule(
+    "wrong results",
+    "drain the node and run the vendor's memory diagnostics",
+    "devices",
+    per_device="uncorrected_errors",
+    severity="fail",
+)
 def memory_errors(state: State) -> str:
     bad = [f"GPU {n}: {one.uncorrected_errors}" for n, one in enumerate(state.devices or ()) if one.uncorrected_errors]
     return f"uncorrected memory errors: {', '.join(bad)}" if bad else ""

@@ -14,15 +14,16 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from hyperion.data.store.folders import DataError, processed_root, read_manifest
 from hyperion.doctor.checks import CACHES, installed_build, nearest_existing
-from hyperion.hardware import MachineFacts, collect_facts, detect, read
+from hyperion.hardware import Device, MachineFacts, collect_facts, detect, read
 from hyperion.hardware.cpu import system_text
+from hyperion.hardware.telemetry import nvml_uncorrected_errors
 from hyperion.install.machine import KernelFacts
 from hyperion.install.machine import collect_facts as collect_kernel_facts
 from hyperion.install.plan import Build
@@ -49,7 +50,7 @@ class DeviceState:
         temperature_c: temperature, or None.
         link: (current, largest) number of lanes of the PCIe link, or None. The link speed is not read, because idle GPUs lower
             it.
-        uncorrected_errors: number of uncorrected memory errors, or None.
+        uncorrected_errors: number of uncorrected memory errors since the driver was loaded, or None.
     """
 
     free_gib: float
@@ -223,12 +224,26 @@ def _devices(facts: MachineFacts, root: Path) -> tuple[DeviceState, ...]:
         free, total = torch.cuda.mem_get_info(index)
         telemetry = read(device)
         pci = root / "sys/bus/pci/devices" / (device.pci_address or "-")
-        errors = system_text(pci / "ras/umc_err_count")  # amdgpu only: "ue: 0\nce: 0"
-        uncorrected = int(errors.split()[1]) if errors and errors.startswith("ue:") else None
         states.append(
-            DeviceState(free / GIB, total / GIB, telemetry.throttle, telemetry.temperature_c, pcie_link(pci), uncorrected)
+            DeviceState(
+                free / GIB, total / GIB, telemetry.throttle, telemetry.temperature_c, pcie_link(pci), memory_errors(device, pci)
+            )
         )
     return tuple(states)
+
+
+def memory_errors(device: Device, folder: Path, nvml: Any = None) -> int | None:
+    """Return the number of uncorrected memory errors of a GPU since its driver was loaded, or None if it is unknown.
+
+    Args:
+        device: the GPU.
+        folder: folder of the device in sysfs, which is read for AMD GPUs.
+        nvml: the module pynvml for NVIDIA GPUs, or None to import it.
+    """
+    if device.kind == "cuda":
+        return nvml_uncorrected_errors(device, nvml)
+    errors = system_text(folder / "ras/umc_err_count")  # "ue: 0\nce: 0"
+    return int(errors.split()[1]) if errors and errors.startswith("ue:") else None
 
 
 def pcie_link(folder: Path) -> tuple[int, int] | None:

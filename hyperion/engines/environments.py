@@ -72,7 +72,18 @@ def why_not_installed(name: str) -> str:
     if (environment_folder(name) / _STAMP).is_file():
         return ""
     wanted = " ".join(ENVIRONMENTS[name].requirements)
-    return f"unavailable: {wanted} not installed; next step: hyperion frameworks install {name}"
+    return f"unavailable: {wanted} not installed; next step: {install_command(name)}"
+
+
+def install_command(name: str) -> str:
+    """Return the command that installs an environment."""
+    return f"hyperion frameworks install {name}"
+
+
+def installed_versions(name: str) -> dict[str, str]:
+    """Return the version of each requirement of an environment, or an empty dict if the environment is not installed."""
+    stamp = environment_folder(name) / _STAMP
+    return json.loads(stamp.read_text("utf-8"))["versions"] if stamp.is_file() else {}
 
 
 def absent_environments() -> list[str]:

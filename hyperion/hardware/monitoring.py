@@ -244,6 +244,25 @@ def energy_of(readings: Sequence[Reading]) -> float | None:
     return math.fsum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in itertools.pairwise(powers))
 
 
+def mean_power(readings: Sequence[Sequence[Reading]], start_s: float, end_s: float) -> float | None:
+    """Return the mean power of all devices together between two times, in watts.
+
+    Return None if no device has two readings with energy or power in this time.
+
+    Args:
+        readings: the readings of each device.
+        start_s, end_s: times of the clock of the readings.
+    """
+    powers = []
+    for series in readings:
+        inside = [one for one in series if start_s <= one.time_s <= end_s]
+        energy_j = energy_of(inside)
+        if energy_j is not None:
+            powers.append(energy_j / (inside[-1].time_s - inside[0].time_s))
+    # The second die of an MI250X reports no power, because the first die reports the power of the whole module.
+    return math.fsum(powers) if powers else None
+
+
 def csv_rows(devices: Sequence[Device], readings: Sequence[Sequence[Reading]]) -> list[dict[str, Any]]:
     """Return one row with the keys `COLUMNS` for each reading of each device. The time of the first reading is 0."""
     start = min((series[0].time_s for series in readings if series), default=0.0)

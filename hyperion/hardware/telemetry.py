@@ -230,6 +230,27 @@ def nvml_handle(pynvml: Any, device: Device) -> Any:
     return pynvml.nvmlDeviceGetHandleByPciBusId(device.pci_address) if device.pci_address else None
 
 
+def nvml_uncorrected_errors(device: Device, nvml: Any = None) -> int | None:
+    """Return the number of uncorrected memory errors of an NVIDIA GPU since its driver was loaded.
+
+    Return None if NVML does not report it, as for a GPU without error correction (ECC).
+
+    Args:
+        device: the GPU.
+        nvml: the module pynvml, or None to import it.
+    """
+    try:
+        if nvml is None:
+            import pynvml as nvml
+        nvml.nvmlInit()
+        handle = nvml_handle(nvml, device)
+        if handle is None:
+            return None
+        return nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    except Exception:  # pynvml is missing, there is no driver, or the GPU has no ECC
+        return None
+
+
 def _read_nvml(pynvml, handle) -> Telemetry:
     queries = {
         "clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),

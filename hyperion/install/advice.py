@@ -165,6 +165,12 @@ def _advise_amd(facts: KernelFacts) -> list[Way]:
     ]
 
 
+def least_nvidia_driver(cuda: str) -> int | None:
+    """Return the least driver of a version of CUDA, such as 580 for "13.0", or None if the table does not contain it."""
+    major = int(cuda.split(".")[0])
+    return next((entry["driver"] for entry in _tables()["cuda"]["drivers"] if entry["major"] == major), None)
+
+
 def _advise_nvidia(facts: KernelFacts) -> list[Way]:
     driver = facts.nvidia_driver or ""
     match = re.match(r"\d+", driver)

@@ -1,7 +1,7 @@
 """Environment variables: a registry with the readers of each, a linter for settings, and a minimal set of settings.
 
 The registry is variables.toml. The linter names variables that nothing reads, values that do harm, and settings that contradict
-each other.
+each other. assignments.py reads the settings from files.
 """
 
 import functools
@@ -16,14 +16,21 @@ from typing import Any, Literal
 
 from hyperion.errors import HyperionError
 
-# Prefixes of names whose readers the registry knows. An unknown name with such a prefix is probably a mistake.
-_FAMILIES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "HSA_", "HIP_", "ROCR_", "MIOPEN_", "PYTORCH_", "GPU_MAX_")
-_LIBRARIES = ("torch/lib/lib*.so*", "nvidia/**/lib*.so*", "torch/cuda/*.py", "torch/utils/cpp_extension.py")
-_NAME = r"[A-Z][A-Z0-9_]*"
-_ASSIGNMENTS = (
-    re.compile(rf"^\s*(?:export\s+|ENV\s+|set\s+-gx\s+|setenv\s+|-e\s+)?({_NAME})(?:=|(?<=\S)\s+)(.*)$"),
-    re.compile(rf"""environ(?:\.setdefault\(|\[)\s*["']({_NAME})["']\]?\s*[=,]\s*["']([^"']*)["']"""),
-)
+# Prefixes of names whose readers the registry knows, and the libraries that read them. An unknown name with such a prefix is
+# probably a mistake. Whether it is one can only be decided where one of these libraries is installed.
+_FAMILIES = {
+    "NCCL_": ("libnccl.so*", "librccl.so*"),
+    "RCCL_": ("librccl.so*",),
+    "TORCH_NCCL_": ("libtorch_cuda.so", "libtorch_hip.so"),
+    "HSA_": ("libhsa-runtime64.so*",),
+    "HIP_": ("libamdhip64.so*",),
+    "ROCR_": ("libhsa-runtime64.so*",),
+    "MIOPEN_": ("libMIOpen.so*",),
+    "PYTORCH_": ("libc10.so",),
+    "GPU_MAX_": ("libamdhip64.so*",),
+}
+_FOLDERS = ("torch/lib", "nvidia/*/lib", "_rocm_sdk_*/lib")  # below site-packages
+_FILES = ("torch/lib/lib*.so*", "nvidia/**/lib*.so*", "torch/cuda/*.py", "torch/utils/cpp_extension.py")
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -46,14 +53,15 @@ class VariableFinding:
     """One finding of the linter.
 
     Args:
-        kind: 'unknown' (nothing reads the variable), 'unlisted' (its prefix is known, but it is not in the registry), 'harmful'
-            or 'contradiction'.
+        kind: 'unknown' (nothing reads the variable), 'unlisted' (its prefix is known, but neither the registry nor an installed
+            library contains it), 'unknown here' (the same, but the libraries that could read it are not installed, so it may be
+            right), 'harmful' or 'contradiction'.
         name: the variable.
         what: what is wrong, with the value.
         instead: what to do.
     """
 
-    kind: Literal["unknown", "unlisted", "harmful", "contradiction"]
+    kind: Literal["unknown", "unlisted", "unknown here", "harmful", "contradiction"]
     name: str
     what: str
     instead: str
@@ -94,28 +102,36 @@ def fictional() -> dict[str, str]:
     return _tables()["fiction"]
 
 
-def lint(assignments: Iterable[tuple[str, str]], site_packages: Path | None = None) -> list[VariableFinding]:
+def lint(
+    assignments: Iterable[tuple[str, str]], site_packages: Path | None = None, system: Path = Path("/opt/rocm/lib")
+) -> list[VariableFinding]:
     """Return the linter's findings about settings of environment variables.
+
+    Two values of one variable are a contradiction if a known library reads the variable. A value that contains a `$` is known
+    only at run time, and contradicts nothing.
 
     Args:
         assignments: pairs of name and value in their order. A name may occur several times.
         site_packages: folder of the installed packages. If given, a name that neither the registry nor a library of these
-            packages contains is a finding of kind 'unlisted'. If None, the libraries are not searched, and there are no such
-            findings.
+            packages contains is a finding of kind 'unlisted' or 'unknown here'. If None, the libraries are not searched, and
+            there are no such findings.
+        system: folder of the libraries of ROCm, which are searched like those of the packages.
     """
-    findings, last = [], {}
+    findings, last, values = [], {}, {}
     for name, value in assignments:
-        if name in last and last[name] != value:
-            what = f"{name} is set to {last[name]!r} and to {value!r}"
-            findings.append(VariableFinding("contradiction", name, what, "keep one of them; the last one counts"))
         last[name] = value
+        if "$" not in value and (name in registry() or name.startswith(tuple(_FAMILIES))):
+            values.setdefault(name, {})[value] = None
+    for name, different in values.items():
+        if len(different) > 1:
+            what = f"{name} is set to {' and to '.join(map(repr, different))}"
+            findings.append(VariableFinding("contradiction", name, what, "keep one of them; the last one counts"))
     for name, value in last.items():
         if name in fictional():
             what = f"nothing reads {name}={value}"
             findings.append(VariableFinding("unknown", name, what, f"use {fictional()[name]}"))
-        elif site_packages is not None and _is_unlisted(name, site_packages):
-            what = f"{name} is not in the registry, and no installed library contains this name"
-            findings.append(VariableFinding("unlisted", name, what, "check its spelling in the documentation of its reader"))
+        elif site_packages is not None:
+            findings += _unlisted(name, site_packages, system)
         findings += [
             VariableFinding("harmful", name, f"{name}={value}: {entry['why']}", f"unset {name}")
             for entry in _tables()["harmful"]
@@ -134,12 +150,22 @@ def lint(assignments: Iterable[tuple[str, str]], site_packages: Path | None = No
     return findings
 
 
-def _is_unlisted(name: str, site_packages: Path) -> bool:
-    """Return True if a name has a known prefix, but neither the registry nor an installed library contains it."""
-    if not name.startswith(_FAMILIES) or name in registry():
-        return False
-    files = [file for pattern in _LIBRARIES for file in site_packages.glob(pattern)]
-    return not any(contains_name(file, name) for file in (*files, *Path("/opt/rocm/lib").glob("lib*.so")))
+def _unlisted(name: str, site_packages: Path, system: Path) -> list[VariableFinding]:
+    """Return the finding about a name that has a known prefix, but is in neither the registry nor an installed library."""
+    family = next((family for family in _FAMILIES if name.startswith(family)), None)
+    if family is None or name in registry():
+        return []
+    files = [file for pattern in _FILES for file in site_packages.glob(pattern)]
+    if any(contains_name(file, name) for file in (*files, *system.glob("lib*.so"))):
+        return []
+    step = "check its spelling in the documentation of its reader"
+    folders = [folder for pattern in _FOLDERS for folder in site_packages.glob(pattern)] + [system]
+    if any(any(folder.glob(pattern)) for folder in folders for pattern in _FAMILIES[family]):
+        what = f"{name} is not in the registry, and no installed library contains this name"
+        return [VariableFinding("unlisted", name, what, step)]
+    readers = " or ".join(pattern.split(".")[0] for pattern in _FAMILIES[family])
+    what = f"{name} is not in the registry, and {readers}, which could read it, is not installed"
+    return [VariableFinding("unknown here", name, what, f"{step}, or lint on the machine that runs the program")]
 
 
 def contains_name(file: Path, name: str) -> bool:
@@ -154,28 +180,6 @@ def contains_name(file: Path, name: str) -> bool:
             if not re.search(rb"[A-Z0-9_]", around):
                 return True
     return False
-
-
-def read_assignments(file: Path) -> list[tuple[str, str]]:
-    """Return the settings in a shell script, a Dockerfile or a Python file.
-
-    Raises:
-        HyperionError: the file cannot be read as text.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HyperionError(
-            f"cannot read: {error}", where=file, next_step="name a shell script, Dockerfile or Python file"
-        ) from error
-    found = []
-    for line in text.splitlines():
-        for part in re.split(r"[;&]+\s*", line.split(" #")[0]) if not line.lstrip().startswith("#") else ():
-            for pattern in _ASSIGNMENTS:
-                if match := pattern.search(part):
-                    found.append((match[1], match[2].strip().strip("\"'")))
-                    break
-    return found
 
 
 def minimal_environment(

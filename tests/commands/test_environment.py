@@ -30,6 +30,26 @@ def test_the_linter_names_findings_in_files_and_in_this_process(tmp_path):
     assert isinstance(env(str(script)).exception, HyperionError)
 
 
+def test_the_linter_reads_all_files_and_compares_them(tmp_path):
+    one, other, program = tmp_path / "one.sh", tmp_path / "other.sh", tmp_path / "train.py"
+    one.write_text("export HSA_ENABLE_SDMA=0 RCCL_DEBUG=INFO\n")
+    other.write_text("docker run -e HSA_ENABLE_SDMA=1 image\n")
+    program.write_text('import os\nos.environ.update({"RCCL_TIMEOUT": "1"})\nos.putenv("PYTORCH_ROCM_DEVICE", "0")\n')
+    done = env("--lint", str(one), str(other), str(program))
+    assert done.exit_code == 1 and "findings: 4, in 5 settings" in done.output
+    assert f"{one}, {other}, {program}: contradiction: HSA_ENABLE_SDMA is set to '0' and to '1'" in done.output.replace("\n", "")
+    one.write_text("export HSA_ENABLE_SDMA=0\nexport HSA_ENABLE_SDMA=1\n")
+    assert env("--lint", str(one), str(other)).output.count("contradiction") == 1
+
+
+def test_a_name_whose_library_is_not_installed_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    script = tmp_path / "run.sh"
+    script.write_text("export MIOPEN_LOG_LEVEL=3\n")
+    done = env("--lint", str(script))
+    assert done.exit_code == 0 and "unknown here: MIOPEN_LOG_LEVEL" in done.output and "findings: 0" in done.output
+
+
 def test_variables_settings_and_advice_are_printed(monkeypatch):
     listed = env("--variables", COLUMNS="200").output
     assert "HSA_ENABLE_SDMA" in listed and "RCCL_TIMEOUT" in listed

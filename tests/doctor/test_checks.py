@@ -81,12 +81,16 @@ def test_the_build_against_the_machine(build, machine, override, status):
 
 
 def test_a_cpu_build_has_no_accelerator_to_check():
-    assert checks.check_accelerator(CPU).status == "skip"
+    result = checks.check_accelerator(CPU)
+    assert (result.status, result.found, result.version) == ("skip", False, "")
+    result = checks.check_accelerator(CPU, driver="nvidia 580.1")
+    assert (result.status, result.found, result.version) == ("skip", True, "nvidia 580.1")
 
 
 def test_visible_devices_are_named():
-    result = checks.check_accelerator(ROCM, lambda: ["AMD Instinct MI250X"] * 8, {})
+    result = checks.check_accelerator(ROCM, lambda: ["AMD Instinct MI250X"] * 8, {}, "amdgpu 6.14")
     assert (result.status, result.evidence) == ("ok", "8 visible: AMD Instinct MI250X")
+    assert (result.found, result.version) == (True, "amdgpu 6.14")
 
 
 def test_masked_devices_are_blamed_on_the_mask():

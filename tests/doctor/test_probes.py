@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 
 from hyperion.doctor import probes
 from hyperion.doctor.probes import package_version
+from hyperion.engines.environments import environment_folder
 from hyperion.hardware import Telemetry, detect_cpu
 
 
@@ -95,6 +98,51 @@ def test_what_is_missing_is_skipped_or_absent_with_its_reason():
     silent = probes.probe_telemetry(detect_cpu(), lambda device: Telemetry(unreadable={"power_w": "no right"}))
     assert silent.status == "skip" and "no right" in silent.evidence
     assert probes.probe_triton(detect_cpu()).status == "skip"
+
+
+class Communicator:
+    """Rank 0 of 2 of an MPI whose operations return the right values, except for one."""
+
+    rank, size = 0, 2
+
+    def __init__(self, wrong: str):
+        right = {"allreduce": 3, "bcast": [7], "scatter": 0, "gather": [0, 10], "reduce": 6}
+        for name, value in right.items():
+            result = [value] if name == wrong else value
+            setattr(self, name, lambda *_, result=result, **__: result)
+
+
+@pytest.mark.parametrize("wrong", ["", "allreduce", "bcast", "scatter", "gather", "reduce"])
+def test_the_program_under_mpirun_finds_a_wrong_value_of_each_operation(wrong, monkeypatch, capsys):
+    library = SimpleNamespace(COMM_WORLD=Communicator(wrong), PROD="product", Get_library_version=lambda: "Open MPI v5, other")
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=library))
+    with pytest.raises(AssertionError) if wrong else nullcontext():
+        exec(probes._MPI_PROGRAM, {})
+    assert capsys.readouterr().out == ("" if wrong else "mpi 2 Open MPI v5\n")
+
+
+def test_a_framework_is_imported_in_its_own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+    calls = []
+
+    def call(code: int):
+        def run(command, **options):
+            calls.append(command)
+            return subprocess.CompletedProcess(command, code, "", "Traceback\nImportError: libcudart.so.12")
+
+        return run
+
+    absent = probes.probe_environment("megatron-core", "megatron.core", call(0))
+    assert (absent.status, absent.found, calls) == ("absent", False, [])
+    assert "hyperion frameworks install megatron-core" in absent.evidence
+    folder = environment_folder("megatron-core")
+    folder.mkdir(parents=True)
+    (folder / "hyperion-framework.json").write_text('{"versions": {"megatron-core": "0.16.1"}}')
+    fine = probes.probe_environment("megatron-core", "megatron.core", call(0))
+    assert (fine.status, fine.version, fine.found) == ("ok", "0.16.1", True)
+    assert calls == [[str(folder / "bin/python"), "-c", "import megatron.core"]]
+    broken = probes.probe_environment("megatron-core", "megatron.core", call(1))
+    assert broken.status == "fail" and broken.evidence.endswith("ImportError: libcudart.so.12") and str(folder) in broken.remedy
 
 
 def test_an_optional_package_is_absent_a_required_one_fails_and_a_broken_one_is_not_ok(tmp_path, monkeypatch):

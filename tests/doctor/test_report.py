@@ -1,6 +1,7 @@
 """The report of the doctor: its schema, its exit code, the isolation of its tests, and one real run with everything in it."""
 
 import json
+import threading
 from dataclasses import replace
 
 import jsonschema
@@ -15,6 +16,7 @@ from hyperion.doctor.rules import rules
 from hyperion.doctor.state import State
 from hyperion.errors import HyperionError
 from hyperion.hardware import collect_facts
+from hyperion.install.plan import Build
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 from tests.hardware.machines import facts, gpu
 
@@ -62,6 +64,100 @@ def test_a_failure_stops_no_other_test_and_every_level_has_an_item(monkeypatch):
     assert [(item.result, item.found) for item in untested] == [("absent", False), ("skip", False), ("skip", False)]
     assert all(item.evidence and not item.tested for item in untested)
     assert "the level import is 'absent'" in untested[1].evidence
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_depends_on_a_failure_is_skipped_and_names_it_and_the_rest_runs(monkeypatch, workers):
+    monkeypatch.setattr("hyperion.doctor.components.IsolatedProcess", SameProcess)
+    order = []
+
+    def part(layer, name: str, *needs: str, level="import", run=fine) -> Component:
+        return Component(layer, name, {level: Check("a test", lambda: (order.append(name), run())[1])}, {}, needs)
+
+    made = [
+        part("extension", "profiler", "torch"),
+        part("communication", "nccl", "torch", "gpu"),
+        part("communication", "mpi", "absent from the list"),
+        part("model", "peft", "transformers"),
+        part("model", "transformers", "torch"),
+        part("framework", "torch", "driver", run=broken),
+        part("system", "driver", level="floor", run=broken),
+        part("hardware", "gpu"),
+    ]
+    items = run_components(made, workers)
+    results = {item.component: item for item in items if item.level == ("floor" if item.component == "driver" else "import")}
+    assert {name for name, item in results.items() if item.result == "skip"} == {"profiler", "nccl", "peft", "transformers"}
+    for name in ("profiler", "nccl", "peft", "transformers"):
+        assert (
+            results[name].evidence == "not run, because torch (framework) failed at the level import" and not results[name].found
+        )
+    assert sorted(order) == ["driver", "gpu", "mpi", "torch"] and order.index("driver") < order.index("torch")
+    assert [item.component for item in items] == [one.name for one in made for _ in LEVELS]
+
+
+def test_a_component_starts_after_all_that_it_needs_have_ended(monkeypatch):
+    monkeypatch.setattr("hyperion.doctor.components.IsolatedProcess", SameProcess)
+    other_ended, ended = threading.Event(), []
+
+    def slow() -> CheckResult:
+        assert other_ended.wait(60)
+        ended.append("torch")
+        return fine()
+
+    def other() -> CheckResult:
+        ended.append("disk")
+        other_ended.set()
+        return fine()
+
+    def dependent() -> CheckResult:
+        ended.append("nccl")
+        return fine()
+
+    tests = {"torch": slow, "disk": other, "nccl": dependent}
+    needs = {"nccl": ("torch", "disk")}
+    made = [
+        Component("framework", name, {"import": Check("a test", run)}, {}, needs.get(name, ())) for name, run in tests.items()
+    ]
+    run_components(made, workers=3)
+    assert ended == ["disk", "torch", "nccl"]
+
+
+def test_components_that_need_each_other_are_refused(monkeypatch):
+    monkeypatch.setattr("hyperion.doctor.components.IsolatedProcess", SameProcess)
+    made = [Component("model", one, {"import": Check("a test", fine)}, {}, (other,)) for one, other in ("ab", "ba")]
+    with pytest.raises(ValueError, match="a, b"):
+        run_components(made)
+
+
+def test_every_need_of_a_component_is_a_component_of_the_same_or_an_earlier_layer():
+    for machine in (facts(gpus=(gpu("H200"), gpu("H200"))), collect_facts()):
+        made = components(machine)
+        layer_of = {component.name: LAYERS.index(component.layer) for component in made}
+        needs = {component.name: component.needs for component in made}
+        assert all(layer_of[need] <= layer_of[name] for name in needs for need in needs[name])
+        assert "PyTorch" in needs["attention"] and "python" in needs["PyTorch"]
+    assert {"transformers", "PyTorch"} <= set(needs["peft"])
+
+
+def test_versions_that_the_machine_reports_are_in_the_report(monkeypatch):
+    monkeypatch.setattr("hyperion.doctor.components.IsolatedProcess", SameProcess)
+    node = components(facts(gpus=(gpu("H200"),), torch="2.13.0", driver="nvidia 580.1", collectives="nccl 2.27.5"))
+    versions = {component.name: component.version for component in node}
+    assert versions["NCCL or RCCL"] == "nccl 2.27.5" and versions["attention"] == versions["PyTorch Profiler"] == "2.13.0"
+    for name in ("driver and devices", "NVML"):
+        (check,) = next(component for component in node if component.name == name).tests.values()
+        assert list(check.run.keywords.values()) == ["nvidia 580.1"]
+    quiet = [
+        Component("model", "attention", {"correctness": Check("a test", lambda: CheckResult("x", "ok", "fine"))}, version="2")
+    ]
+    assert {item.version for item in run_components(quiet)} == {"2"}
+
+
+def test_a_cpu_machine_has_neither_a_driver_nor_peer_copies(monkeypatch):
+    monkeypatch.setattr("hyperion.doctor.components.IsolatedProcess", SameProcess)
+    monkeypatch.setattr("hyperion.doctor.checks.installed_build", lambda: Build("2.13.0+cpu"))
+    chosen = [one for one in components(facts()) if one.name in ("driver and devices", "peer copies")]
+    assert [(item.found, item.result) for item in run_components(chosen)] == [(False, "skip")] * 6
 
 
 @pytest.mark.parametrize("changes", [{"tested": ""}, {"evidence": ""}, {"result": "fail"}, {"result": "warn"}])
@@ -149,6 +245,15 @@ def test_the_command_prints_findings_with_remedies_and_one_line_for_skipped_test
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1 and "driver (import): too old\n       next:  update it" in done.output
     assert "driver (correctness), driver (floor)" in done.output and "6 items and 0 rules" in done.output
+
+
+@pytest.mark.parametrize(
+    "option", [["--numerics"], ["--floors"], ["--harness"], ["--comparison"], ["--preflight", "megatron"], ["--fit", "step.py"]]
+)
+def test_a_log_that_an_option_does_not_read_is_refused(option):
+    done = CliRunner().invoke(app, ["doctor", *option, "--log", "train.log"])
+    assert isinstance(done.exception, HyperionError)
+    assert option[0] in done.exception.what and f"without {option[0]}" in str(done.exception.next_step)
 
 
 def test_preflight_and_fit_end_with_their_exit_codes(monkeypatch, tmp_path):

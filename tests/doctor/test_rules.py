@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from hyperion.doctor.batches import largest_fitting, load_step
-from hyperion.doctor.preflight import check_preflight, workloads
+from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import apply_rules, rules
-from hyperion.doctor.state import DeviceState, State, machine_settings, pcie_link, read_state
+from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state
+from hyperion.engines.environments import environment_folder
 from hyperion.errors import HyperionError
+from hyperion.hardware import detect
 from hyperion.install.machine import AMD, KernelFacts
 from hyperion.install.plan import Build
+from tests.hardware.machines import facts, gpu
 
 INF = float("inf")
 GPU = DeviceState(127.0, 128.0, "none", 55.0, (16, 16), 0)
@@ -59,7 +62,13 @@ HEALTHY = State(
     damaged_data=(),
     log="all is well",
 )
-H200 = {"kernel": KernelFacts(nvidia_driver="580.1"), "build": Build("2.13.0", cuda="13.0"), "archs": ("sm_80", "sm_90")}
+H200 = {
+    "kernel": KernelFacts(nvidia_driver="580.1"),
+    "build": Build("2.13.0", cuda="13.0"),
+    "archs": ("sm_80", "sm_90"),
+    "device_archs": ("sm_90", "sm_90"),
+}
+CPU = {"kernel": KernelFacts(), "build": Build("2.13.0+cpu"), "archs": (), "device_archs": (), "devices": ()}
 
 
 def variables(**given: str) -> dict:
@@ -77,7 +86,7 @@ def kernel(**changes) -> dict:
 # For each rule: facts with the cause, similar facts without it, and a text of the evidence.
 CASES = {
     "masked_gpu": (
-        variables(HIP_VISIBLE_DEVICES="9") | {"device_archs": ()},
+        variables(HIP_VISIBLE_DEVICES="9") | {"device_archs": (), "device_error": "No HIP GPUs are available"},
         variables(HIP_VISIBLE_DEVICES="0,1"),
         "HIP_VISIBLE_DEVICES",
     ),
@@ -100,7 +109,11 @@ CASES = {
         {"kernel": KernelFacts(pci=((AMD, "0x0300"),))},
         "driver is not visible",
     ),
-    "driver_too_old": ({"device_error": "The NVIDIA driver on your system is too old"}, {"device_error": ""}, "too old"),
+    "driver_too_old": (
+        {"device_error": "The NVIDIA driver on your system is too old (found version 12020)."},
+        {"device_error": "Found no NVIDIA driver on your system."},
+        "too old",
+    ),
     "rocm_mismatch": (kernel(rocm_version=(6, 4)), kernel(rocm_version=(7, 0)), "6.4"),
     "overridden_architecture": (
         variables(HSA_OVERRIDE_GFX_VERSION="10.3.0"),
@@ -114,10 +127,10 @@ CASES = {
         "HSA_TOOLS_LIB=1",
     ),
     "memory_used_by_others": (device(free_gib=100.0), device(free_gib=116.0), "GPU 1: 28.0 GiB"),
-    "throttled": (device(throttle="hw_thermal"), device(throttle=None), "GPU 1: hw_thermal"),
+    "throttled": (device(throttle="hw_thermal"), device(throttle="none"), "GPU 1: hw_thermal"),
     "hot": (device(temperature_c=97.0), device(temperature_c=89.0), "97 °C"),
-    "narrow_link": (device(link=(4, 16)), device(link=None), "GPU 1: 4 of 16"),
-    "memory_errors": (device(uncorrected_errors=3), device(uncorrected_errors=None), "GPU 1: 3"),
+    "narrow_link": (device(link=(4, 16)), device(link=(8, 8)), "GPU 1: 4 of 16"),
+    "memory_errors": (device(uncorrected_errors=3), device(uncorrected_errors=0), "GPU 1: 3"),
     "low_memory": ({"memory_available_gib": 1.5}, {"memory_available_gib": 2.0}, "1.5 GiB"),
     "container_memory": ({"memory_limit_gib": 4.0}, {"memory_limit_gib": 8.0}, "4.0 GiB"),
     "swapping": ({"swap_used_gib": 3.0}, {"swap_used_gib": 1.0}, "3.0 GiB"),
@@ -148,13 +161,9 @@ CASES = {
         variables(HTTP_PROXY="proxy:3128", NO_PROXY="localhost"),
         "proxy:3128",
     ),
-    "triton_missing": (
-        {"triton": "unavailable: Triton is not installed"},
-        {"triton": "unavailable", "build": Build("2.13.0+cpu")},
-        "Triton",
-    ),
+    "triton_missing": ({"triton": "unavailable: Triton is not installed"}, CPU | {"triton": "unavailable"}, "Triton"),
     "compiler_missing": ({"compiler": ""}, {"compiler": "/usr/bin/clang++"}, "compiler"),
-    "header_missing": ({"python_header": False}, {"python_header": False, "build": Build("2.13.0+cpu")}, "Python.h"),
+    "header_missing": ({"python_header": False}, CPU | {"python_header": False}, "Python.h"),
     "damaged_data": ({"damaged_data": ("wikitext-2/train.npy",)}, {"damaged_data": ()}, "train.npy"),
     "slow_governor": ({"governor": "powersave"}, {"governor": "schedutil"}, "powersave"),
     "numa_balancing": ({"numa_balancing": True}, H200 | {"numa_balancing": True}, "NUMA"),
@@ -167,6 +176,11 @@ CASES = {
     "user_packages": ({"user_site": True}, {"user_site": False}, "site-packages"),
     "shadowed_libraries": ({"library_shadows": ("/usr/local/cuda/lib64",)}, {"library_shadows": ()}, "/usr/local/cuda/lib64"),
 }
+# Rules that find another cause in the facts of a case: with the cause, and without it.
+COMPANIONS = {
+    "device_permission": (set(), {"device_not_passed"}),  # a GPU without /dev/kfd
+    "log_fragmentation": ({"log_out_of_memory"}, {"log_out_of_memory"}),
+}
 LOGS = tomllib.loads(Path(__file__).with_name("logs.toml").read_text())
 BY_ID = {rule.id: rule for rule in rules()}
 
@@ -175,25 +189,85 @@ def test_there_are_cases_for_exactly_the_rules_and_ids_are_unique():
     assert set(CASES) | set(LOGS) == set(BY_ID) and len(BY_ID) == len(rules()) >= 39
 
 
+def test_the_change_log_counts_the_rules():
+    text = (Path(__file__).resolve().parents[2] / "CHANGELOG.md").read_text("utf-8")
+    assert f" {len(rules())} rules of troubleshooting" in text
+
+
 def test_a_healthy_machine_has_no_finding():
     assert [result for result in apply_rules(HEALTHY) if result.result != "ok"] == []
+
+
+def findings(**changes) -> dict:
+    """Return the results of the rules that find a cause in the facts of a healthy machine with some changes."""
+    return {one.id: one for one in apply_rules(replace(HEALTHY, **changes)) if one.result in ("warn", "fail")}
 
 
 @pytest.mark.parametrize("rule", CASES)
 def test_the_rule_finds_its_cause_and_only_that(rule):
     cause, similar, text = CASES[rule]
-    result = BY_ID[rule].apply(replace(HEALTHY, **cause))
-    assert result.result in ("warn", "fail") and text in result.evidence and result.remedy
-    assert BY_ID[rule].apply(replace(HEALTHY, **similar)).result == "ok"
+    with_cause, without = COMPANIONS.get(rule, (set(), set()))
+    found = findings(**cause)
+    assert found.keys() == {rule} | with_cause and text in found[rule].evidence and found[rule].remedy
+    assert findings(**similar).keys() == without and BY_ID[rule].apply(replace(HEALTHY, **similar)).result == "ok"
 
 
 @pytest.mark.parametrize("rule", LOGS)
 def test_the_rule_about_logs_finds_its_line_and_not_a_similar_one(rule):
     *positives, negative = LOGS[rule]
+    with_cause, without = COMPANIONS.get(rule, (set(), set()))
     for positive in positives:
-        found = BY_ID[rule].apply(replace(HEALTHY, log=f"first line\n{positive}\nlast line"))
-        assert found.result == "warn" and found.remedy and found.evidence in " ".join(positive.split())
-    assert BY_ID[rule].apply(replace(HEALTHY, log=negative)).result == "ok"
+        found = findings(log=f"first line\n{positive}\nlast line")
+        assert found.keys() == {rule} | with_cause and found[rule].result == "warn" and found[rule].remedy
+        assert found[rule].evidence in " ".join(positive.split())
+    assert findings(log=negative).keys() == without and BY_ID[rule].apply(replace(HEALTHY, log=negative)).result == "ok"
+
+
+@pytest.mark.parametrize(
+    "error", ["No CUDA GPUs are available", "Found no NVIDIA driver on your system.", "CUDA unknown error - this may be due to"]
+)
+def test_another_error_of_the_device_does_not_blame_the_driver(error):
+    assert "driver_too_old" not in findings(device_error=error)
+    assert "driver_too_old" in findings(device_error="CUDA driver version is insufficient for CUDA runtime version")
+
+
+@pytest.mark.parametrize("rule", [rule for rule in rules() if rule.per_device], ids=lambda rule: rule.id)
+def test_a_quantity_that_a_gpu_does_not_report_is_not_ok(rule):
+    blind = replace(GPU, **{rule.per_device: None})
+    for devices, unknown in (((blind, blind), "0, 1"), ((GPU, blind), "1")):
+        result = rule.apply(replace(HEALTHY, devices=devices))
+        assert (result.result, result.evidence) == ("skip", f"unknown: {rule.per_device} of GPU {unknown}")
+    cause, _, text = CASES[rule.id]
+    result = rule.apply(replace(HEALTHY, devices=(blind, cause["devices"][1])))
+    assert result.result == rule.severity and text in result.evidence
+    assert rule.apply(replace(HEALTHY, **CPU)).result == "ok"
+
+
+def test_uncorrected_errors_of_both_vendors_are_read(tmp_path):
+    class Nvml:
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+        def __init__(self, errors):
+            self.errors = errors
+
+        def nvmlInit(self):
+            pass
+
+        def nvmlDeviceGetHandleByUUID(self, uuid):
+            return uuid
+
+        def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
+            assert (handle, kind, counter) == (f"GPU-{nvidia.uuid}", 1, 0)
+            if self.errors is None:
+                raise RuntimeError("Not Supported")
+            return self.errors
+
+    nvidia, amd = (detect(facts(gpus=(gpu(name),))) for name in ("H200", "MI250X"))
+    assert [memory_errors(nvidia, tmp_path, Nvml(errors)) for errors in (0, 2, None)] == [0, 2, None]
+    assert memory_errors(amd, tmp_path) is None
+    (tmp_path / "ras").mkdir()
+    (tmp_path / "ras/umc_err_count").write_text("ue: 3\nce: 5\n")
+    assert memory_errors(amd, tmp_path) == 3
 
 
 @pytest.mark.parametrize("rule", [rule for rule in rules() if rule.needs], ids=lambda rule: rule.id)
@@ -288,7 +362,23 @@ def test_preflight_of_a_node_that_has_everything(workload):
         ({"shm_gib": None}, "/dev/shm", "unknown", "skip"),
         ({"device_archs": ()}, "GPUs that torch sees", "0", "fail"),
         ({"build": Build("2.9.1+rocm6.2", hip="6.2.4")}, "ROCm", "6.2", "fail"),
-        (H200 | {"kernel": KernelFacts(nvidia_driver="470.57")}, "NVIDIA driver", "470", "fail"),
+        (H200, "NVIDIA driver", "580.1", "ok"),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="550.90")}, "NVIDIA driver", "550.90", "fail"),
+        (
+            H200 | {"kernel": KernelFacts(nvidia_driver="550.90"), "build": Build("2.9.1", cuda="12.8")},
+            "NVIDIA driver",
+            "550.90",
+            "ok",
+        ),
+        (
+            H200 | {"kernel": KernelFacts(nvidia_driver="470.57"), "build": Build("2.9.1", cuda="12.8")},
+            "NVIDIA driver",
+            "470.57",
+            "fail",
+        ),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="550.90"), "build": Build("2.13.0+cpu")}, "NVIDIA driver", "550.90", "fail"),
+        (H200 | {"build": Build("3.0", cuda="14.1")}, "NVIDIA driver", "580.1", "skip"),
+        (H200 | {"kernel": KernelFacts(nvidia_driver="")}, "NVIDIA driver", "unknown", "skip"),
         (H200, "ROCm", "no AMD GPU", "skip"),
         ({"collectives": ""}, "NCCL or RCCL", "none", "fail"),
         ({"mpi": ""}, "mpirun", "none", "warn"),
@@ -318,6 +408,19 @@ def test_an_unknown_workload_names_the_known_ones():
     assert "megatron" in caught.value.next_step
     lacking = check_preflight("serving", HEALTHY, lambda name: None)
     assert [need.what for need in lacking if need.result == "fail"] == ["fastapi", "uvicorn"]
+
+
+def test_a_framework_in_its_own_environment_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+
+    def need() -> Need:
+        return next(need for need in check_preflight("megatron", HEALTHY) if need.what == "megatron-core")
+
+    assert (need().result, need().remedy) == ("fail", "hyperion frameworks install megatron-core")
+    folder = environment_folder("megatron-core")
+    folder.mkdir(parents=True)
+    (folder / "hyperion-framework.json").write_text('{"versions": {"megatron-core": "0.16.1"}}')
+    assert (need().result, need().found) == ("ok", "0.16.1")
 
 
 def test_the_settings_of_a_machine_follow_its_facts():

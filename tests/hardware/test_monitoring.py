@@ -23,6 +23,7 @@ from hyperion.hardware.monitoring import (
     Reading,
     csv_rows,
     energy_of,
+    mean_power,
     monitor_reader,
     next_due,
     rate_error,
@@ -169,6 +170,16 @@ def test_the_energy_is_that_of_the_counter_or_the_integral_of_the_power():
     assert energy_of(series(None, None)) is None and energy_of(series(100.0)) is None
 
 
+def test_the_mean_power_is_that_of_all_devices_between_two_times():
+    # Readings at 10, 12, 14, 16 and 18 seconds.
+    idle_then_busy = series(100.0, 100.0, 500.0, 500.0, 100.0)
+    assert mean_power([idle_then_busy], 13.5, 16.5) == 500.0
+    assert mean_power([idle_then_busy, series(*[50.0] * 5)], 13.5, 16.5) == 550.0
+    assert mean_power([idle_then_busy, series(*[None] * 5)], 10, 12) == 100.0
+    assert mean_power([series(*[1.0] * 5, counter=True)], 10, 18) == 350.0  # the counter adds 700 J in 2 s
+    assert mean_power([idle_then_busy], 14.5, 16.5) is None and mean_power([series(None, None)], 0, 99) is None
+
+
 def test_the_summary_has_means_maxima_reasons_and_the_error_of_the_rate():
     (device,) = system_devices(nvml=NoNvml())
     readings = series(100.0, 300.0, load=(50.0, 3 << 30))
@@ -178,8 +189,9 @@ def test_the_summary_has_means_maxima_reasons_and_the_error_of_the_rate():
     assert (summary.utilization_percent, summary.memory_gib, summary.temperature_c) == (50.0, 5.0, 80.0)
     assert (summary.power_w, summary.energy_j, summary.throttle) == (200.0, 400.0, "hw_thermal+sw_power_cap")
     assert summary.rate_error == pytest.approx(0.25)
-    lines = summary_lines([summary], 0.004, tokens=800, rates={"training bf16": 50.0})
-    assert "energy per token: 0.5 J" in lines and "training bf16: 4 J per token, at the mean power" in lines
+    lines = summary_lines([summary], 0.004, tokens=800, energies={"training bf16": 4.0, "short bf16": None})
+    assert "energy per token: 0.5 J" in lines and "training bf16: 4 J per token, at the mean power of the experiment" in lines
+    assert "short bf16: no energy per token: no device has two readings of its power in this time" in lines
     assert "throttled: hw_thermal" in lines[0] and "+25.0%" in lines[0] and "0.40% of one core" in lines[-1]
 
 

@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.install.variables import (
-    SHELLS,
-    Setting,
-    as_script,
-    contains_name,
-    fictional,
-    lint,
-    minimal_environment,
-    read_assignments,
-    registry,
-)
+from hyperion.install.variables import SHELLS, Setting, as_script, contains_name, fictional, lint, minimal_environment, registry
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 DOCUMENTED = ("RCCL_P2P_ENABLE", "RCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT", "PYTORCH_ROCM_DEVICE", "RCCL_DEBUG", "RCCL_DEVICES")
@@ -71,6 +61,8 @@ def test_the_fictional_variables_of_the_guides_are_named(name):
     [
         (["HSA_ENABLE_SDMA=0", "HSA_ENABLE_SDMA=1"], [("contradiction", "HSA_ENABLE_SDMA")]),
         (["HSA_ENABLE_SDMA=0", "HSA_ENABLE_SDMA=0"], []),
+        (["HSA_ENABLE_SDMA=0", "HSA_ENABLE_SDMA=$SDMA"], []),
+        (["MODEL=7b", "MODEL=70b"], []),
         (["HSA_TOOLS_LIB=1"], [("harmful", "HSA_TOOLS_LIB")]),
         (["HSA_TOOLS_LIB=librocprofiler64.so"], []),
         (["TORCH_NCCL_ASYNC_ERROR_HANDLING=0"], [("harmful", "TORCH_NCCL_ASYNC_ERROR_HANDLING")]),
@@ -91,28 +83,23 @@ def test_harmful_values_and_contradictions(assignments, found):
 
 
 def test_a_misspelt_name_of_a_known_family_is_found_by_searching_the_libraries(tmp_path):
-    library = tmp_path / "torch/lib/libtorch.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"\0TORCH_NCCL_NEW_OPTION\0")
+    for name in ("torch/lib/libtorch.so", "nvidia/nccl/lib/libnccl.so.2"):
+        library = tmp_path / name
+        library.parent.mkdir(parents=True)
+        library.write_bytes(b"\0TORCH_NCCL_NEW_OPTION\0")
     assignments = [("NCCL_DEBUGG", "WARN"), ("TORCH_NCCL_NEW_OPTION", "1"), ("EDITOR", "vi")]
     assert [(one.kind, one.name) for one in lint(assignments, tmp_path)] == [("unlisted", "NCCL_DEBUGG")]
     assert lint(assignments) == []
 
 
-def test_settings_are_read_from_scripts_dockerfiles_and_python(tmp_path):
-    script = tmp_path / "run.sh"
-    script.write_text(
-        '#!/bin/sh\nexport HSA_ENABLE_SDMA=0; export A_B="two words"\n# export HIDDEN=1\n'
-        "ENV RCCL_DEBUG=INFO\nset -gx NCCL_DEBUG WARN\nHSA_ENABLE_SDMA=1 python train.py\n"
-        'os.environ["PYTORCH_ROCM_DEVICE"] = "0"\nos.environ.setdefault("RCCL_TIMEOUT", "7200")\n'
-    )
-    assignments = read_assignments(script)
-    assert dict(assignments)["A_B"] == "two words" and "HIDDEN" not in dict(assignments)
-    found = {(one.kind, one.name) for one in lint(assignments)}
-    assert {name for kind, name in found if kind == "unknown"} == {"RCCL_DEBUG", "PYTORCH_ROCM_DEVICE", "RCCL_TIMEOUT"}
-    assert ("contradiction", "HSA_ENABLE_SDMA") in found
-    with pytest.raises(HyperionError, match="cannot read"):
-        read_assignments(tmp_path / "absent.sh")
+@pytest.mark.parametrize("name", ["NCCL_SOCKET_NTHREADS", "HIP_PATH", "MIOPEN_LOG_LEVEL"])
+def test_a_name_whose_library_is_not_installed_is_unknown_here(tmp_path, name):
+    assert [(one.kind, one.name) for one in lint([(name, "4")], tmp_path, tmp_path)] == [("unknown here", name)]
+    for library in ("librccl.so.1", "libamdhip64.so.7", "libMIOpen.so.1"):
+        (tmp_path / library).write_bytes(b"\0")
+    assert [(one.kind, one.name) for one in lint([(name, "4")], tmp_path, tmp_path)] == [("unlisted", name)]
+    (tmp_path / "libany.so").write_bytes(f"\0{name}\0".encode())
+    assert lint([(name, "4")], tmp_path, tmp_path) == []
 
 
 def test_the_environment_is_minimal_and_its_own_linter_has_no_finding():
