@@ -22,6 +22,11 @@ def commands() -> list[str]:
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
+def commands_in_sentences() -> list[str]:
+    """Commands of `hyperion` that the README names in its sentences, in backticks."""
+    return re.findall(r"`(\.venv/bin/hyperion [^`\n]+)`", README)
+
+
 def needs_the_book(command: str) -> bool:
     """Whether a command is `make reproduce`, or works with what that leaves."""
     return command.startswith(("make reproduce", "make report")) or command.endswith((" latest", "data verify"))
@@ -52,10 +57,11 @@ def run(command: str, environment: dict) -> subprocess.CompletedProcess:
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
         environment = environment | {name: value}
-    # `.venv` is the pages' environment; here the commands use the one that runs the tests.
+    # `.venv` is the environment that `make setup` makes. A checkout without it, as in a container, has only the interpreter that
+    # runs the tests.
     here = {"hyperion": ["-m", "hyperion"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
     place, _, name = words[0].rpartition("/")
-    if place == ".venv/bin":
+    if place == ".venv/bin" and not (ROOT / words[0]).is_file():
         words = [sys.executable, *here[name], *words[1:]]
     scripts = str(Path(sys.executable).parent)
     path = os.pathsep.join(folder for folder in environment["PATH"].split(os.pathsep) if folder != scripts)

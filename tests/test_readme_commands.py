@@ -15,7 +15,7 @@ from hyperion.book.headline_page import runs_in, updated
 from hyperion.checkpoints import verify
 from hyperion.paths import reference_folder
 from hyperion.results import Run
-from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
+from tests.readme import PAGES, README, ROOT, commands, commands_in_sentences, folders, needs_the_book, run
 
 DISTRIBUTED = [command for command in commands() if command.startswith((".venv/bin/torchrun", ".venv/bin/python"))]
 
@@ -46,6 +46,19 @@ def test_commands_that_need_no_run(command, place):
         assert "wikitext-2" in done.stdout + done.stderr
         return
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.book
+@pytest.mark.process
+@pytest.mark.parametrize("command", commands_in_sentences())
+def test_commands_in_sentences(command, place):
+    passports = set(ROOT.glob("results/passports/*"))
+    try:
+        done = run(command + (" --time-limit 10s" if command.endswith("passport") else ""), place)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    finally:
+        for made in set(ROOT.glob("results/passports/*")) - passports:
+            made.unlink()
 
 
 @pytest.mark.book
