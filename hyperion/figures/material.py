@@ -159,10 +159,15 @@ class Material:
 
         Returns:
             "yes", or "no" with the reasons: the times still changed at the end of the warm-up, or they drifted during the timing.
-            "" if the row was not timed, or if its samples do not record the steadiness.
+            "unknown" for a time or a rate with an interval whose samples do not record the steadiness. "" for any other row.
         """
         found = self._steadiness_of(row.notebook, row.experiment)
-        return found.get((row.variant, row.dtype, canonical_params(row.params)), "")
+        # The param `clock` says how a time was taken, so that the samples need not repeat it.
+        for params in (row.params, {name: value for name, value in row.params.items() if name != "clock"}):
+            if seen := found.get((row.variant, row.dtype, canonical_params(params))):
+                return seen
+        is_timed = row.unit == "s" or row.unit.endswith("/s") or row.unit.endswith("FLOPS")
+        return "unknown" if is_timed and row.ci_low is not None and "seeds" not in row.params else ""
 
     def replayed_from(self, notebook: str, experiment: str) -> str:
         """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""

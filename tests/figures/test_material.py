@@ -64,3 +64,22 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
     (_, table), *_ = tables_of(material.rows, material.steadiness)
     assert table["steady"].tolist() == [material.steadiness(row) for row in material.rows]
     assert "steady" not in tables_of(material.rows)[0][1]
+
+
+def test_a_time_whose_samples_record_no_steadiness_is_unknown_and_a_clock_needs_no_samples_of_its_own(tmp_path):
+    def row(variant, **columns):
+        limit = {"limit_source": "no limit: made up", "check": "equal", "check_error": 0.0, "check_tolerance": 1.0}
+        named = {"notebook": "n", "experiment": "e", "variant": variant, "metric": "inference_time_s", "value": 1.0}
+        return Row(**named | limit | columns)
+
+    interval = {"n": 9, "ci_low": 0.9, "ci_high": 1.1}
+    rows = [
+        row("timed", params={"m": 1, "clock": "wall"}, **interval),
+        row("other", params={"m": 1}, **interval),
+        row("mean", params={"m": 1, "seeds": 9}, **interval),
+    ]
+    samples = {"variant": "timed", "dtype": "", "params": '{"m": 1}', "warm": True, "drift": 0.0, "unsteady": ""}
+    run = Run.create(tmp_path / "run", {"environment": {}})
+    run.record("n", "e", rows, pd.DataFrame([samples]), input_hash="h")
+    material = Material(run)
+    assert [material.steadiness(row) for row in material.rows] == ["yes", "unknown", ""]
