@@ -155,7 +155,7 @@ def _headline_table(material: Material) -> pd.DataFrame:
 
 
 def _body(section: Section) -> list[str]:
-    parts = [_shown(picture) for picture in section.pictures]
+    parts = [*section.sentences, *map(_shown, section.pictures)]
     for caption, table in section.tables:
         folded = len(table) > UNFOLDED_LINES
         parts.append(_folded(caption, markdown(table)) if folded else f"**{markdown_text(caption)}**\n\n{markdown(table)}")

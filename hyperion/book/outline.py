@@ -58,12 +58,14 @@ class Section:
         title: title of the section.
         pictures: figures of the experiment.
         tables: tables of the experiment, as pairs (caption, table).
+        sentences: Markdown sentences that explain results of the experiment.
     """
 
     experiment: str
     title: str
     pictures: list[DrawnFigure]
     tables: list[tuple[str, pd.DataFrame]]
+    sentences: list[str]
 
 
 def banner(material: Material) -> str:
@@ -86,7 +88,7 @@ def sections(material: Material) -> list[Section]:
     """Return one section per experiment, in the order of the rows, and a section that compares predictions with measurements."""
     found = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
     scored = [picture for picture in _pictures(material, ALL) if picture.path != SUMMARY]
-    return found + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
+    return found + ([Section("predictions", "Predictions scored", scored, [], [])] if scored else [])
 
 
 def summary(material: Material) -> DrawnFigure | None:
@@ -243,7 +245,13 @@ def _section(material: Material, experiment: str) -> Section:
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
     title, rows = title_of(experiment) + replayed, material.of(experiment)
     tables = tables_of(rows, material.steadiness, material.image_caveat, material.prediction)
-    return Section(experiment, title, _pictures(material, experiment), tables)
+    explain = [getattr(subject.figures, "explanations", _no_explanations) for subject in subjects_of([experiment])]
+    sentences = [text for function in explain for text in function(experiment, measured(material.rows)) if text]
+    return Section(experiment, title, _pictures(material, experiment), tables, sentences)
+
+
+def _no_explanations(experiment: str, rows: list[Row]) -> Iterable[str]:
+    return ()
 
 
 def _pictures(material: Material, experiment: str) -> list[DrawnFigure]:

@@ -120,7 +120,9 @@ def _contents(found: list[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    parts = [_figure(picture) for picture in section.pictures]
+    # The only Markdown in the sentences is bold text.
+    parts = [f"<p>{escaped(sentence.replace('**', ''))}</p>" for sentence in section.sentences]
+    parts += map(_figure, section.pictures)
     for caption, table in section.tables:
         # In a section with pictures, the tables are collapsed, so that the pictures are close to each other on the page.
         opened = "" if section.pictures or len(table) > UNFOLDED_LINES else " open"

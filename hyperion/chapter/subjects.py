@@ -5,8 +5,10 @@ A subject is a Python package. It may contain these files:
     <experiment>.py   a module with an `EXPERIMENT`; the module's name is the experiment's name
     figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.material.Plot`; imports no torch. It may
                       also define `headlines(rows, is_steady)`, which yields a `Quote` for each value that a reader may want to
-                      quote, `summary_panels(material)` and `summary_notes(material)` for the summary figure of a run, and
-                      `flat_tables(runs)`, which returns the tables of `hyperion export --to csv` by their paths
+                      quote, `summary_panels(material)` and `summary_notes(material)` for the summary figure of a run,
+                      `explanations(experiment, rows)`, which returns Markdown sentences for the section of an experiment on
+                      the pages of a run, and `flat_tables(runs)`, which returns the tables of `hyperion export --to csv` by
+                      their paths
     sizes.toml        the sizes of its experiments in each profile
     metrics.py        METRICS, a tuple of additional `hyperion.results.Metric`
     NN_<name>.ipynb   notebooks, which are executed after the notebooks of the library

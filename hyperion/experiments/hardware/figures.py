@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from hyperion.errors import not_none
 from hyperion.experiments.hardware import figures_memory, figures_models, figures_products, figures_workloads
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
+from hyperion.experiments.hardware.sentences import copies_of_one_size, formats_of_one_peak, memory_levels, square_beside_search
 from hyperion.figures.material import Material, Panel, Plot, Quote, best_rows, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
@@ -427,6 +428,25 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     for row in copies:
         if row.params["elements"] == largest:
             yield Quote(f"memory copy, {row.dtype}, largest arrays", row)
+
+
+def explanations(experiment: str, rows: list[Row]) -> list[str]:
+    """Return Markdown sentences that explain results of an experiment, in particular differences from other experiments.
+
+    Args:
+        experiment: name of the experiment.
+        rows: all rows of the run that have a value.
+    """
+    own = [row for row in rows if row.experiment == experiment]
+    if experiment == "gemm":
+        return formats_of_one_peak(own)
+    if experiment == "best_products":
+        found = [row for row in own if row.variant == "fastest found"]
+        compared = [square_beside_search(rows, dtype) for dtype in dict.fromkeys(row.dtype for row in found)]
+        return [*compared, *formats_of_one_peak(found)]
+    if experiment == "memory_levels":
+        return memory_levels(own)
+    return [copies_of_one_size(rows)] if experiment == "stream_formats" else []
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:

@@ -5,15 +5,52 @@ Each function compares rows of the hardware chapters and returns Markdown senten
 
 from collections.abc import Iterable
 
-from hyperion.chapter.rows import maf_row
 from hyperion.errors import not_none
 from hyperion.experiments.hardware.reasons import LAUNCHING
 from hyperion.figures.material import byte_size, measured, number, select
 from hyperion.results import Row
+from hyperion.results.rows import idle_rows
 
 # Two rates agree if they differ by at most this fraction, which allows for different clocks and temperatures.
 _ALIKE = 0.03
 _SAME_BANDWIDTH = 0.1
+# Pairs of number formats that have the same peak on many devices.
+_ONE_PEAK = (("bf16", "fp16"), ("fp8_e4m3fn", "int8"))
+
+
+def formats_of_one_peak(products: Iterable[Row]) -> list[str]:
+    """Return sentences that compare number formats with the same peak, by the clock and the power of their fastest products.
+
+    Args:
+        products: rows of one experiment.
+    """
+    products = list(products)
+    sentences = [text for pair in _ONE_PEAK if (text := _one_peak(*(_fastest(products, dtype) for dtype in pair)))]
+    if any(row.dtype.startswith("fp8") for row in measured(products)):
+        sentences.append("Products in fp8 add in float32, without the faster but less precise accumulation that vendors quote.")
+    return sentences
+
+
+def _one_peak(first: Row | None, second: Row | None) -> str:
+    if first is None or second is None or first.limit is None or first.limit != second.limit:
+        return ""
+    text = f"{first.dtype} and {second.dtype} have the same peak: " + ", and ".join(map(_rate_clock_power, (first, second))) + "."
+    if abs(not_none(first.value) / not_none(second.value) - 1) <= _ALIKE:
+        return text + " Two measurements can differ by this much."
+    if not first.clock_mhz or not second.clock_mhz:
+        return text + " The clock was not read."
+    rates = [not_none(row.value) / row.clock_mhz * 1e3 for row in (first, second) if row.clock_mhz]
+    text += f" For each GHz of clock, the rates are {number(rates[0], 3)} and {number(rates[1], 3)} TFLOPS."
+    if abs(rates[0] / rates[1] - 1) <= _ALIKE:
+        return text + " So the clock explains the difference."
+    return text + " The clock, which is read every tenth of a second, does not explain the whole difference."
+
+
+def _rate_clock_power(row: Row) -> str:
+    clock = f" at {row.clock_mhz:,.0f} MHz" if row.clock_mhz else ""
+    power = f" and {row.power_w:,.0f} W" if row.power_w else ""
+    capped = ", at the power limit" if "power" in (row.throttle or "") else ""
+    return f"the fastest {row.dtype} product reaches {number(row.value)} TFLOPS{clock}{power}{capped}"
 
 
 def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
@@ -26,8 +63,8 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
         dtype: number format of the matrix products.
     """
     rows = list(rows)
-    square = maf_row((row for row in rows if row.experiment == "gemm" and row.variant == "torch.mm"), dtype)
-    found = maf_row((row for row in rows if row.experiment == "best_products"), dtype)
+    square = _fastest(select(rows, experiment="gemm", variant="torch.mm"), dtype)
+    found = _fastest(select(rows, experiment="best_products", variant="fastest found"), dtype)
     if square is None or found is None:
         return ""
     there, here = not_none(square.value), not_none(found.value)
@@ -43,6 +80,11 @@ def square_beside_search(rows: Iterable[Row], dtype: str) -> str:
     if here >= there * (1 - _ALIKE):
         return f"{text}, {100 * (1 - here / there):.1f} % less. Two measurements can differ by this much."
     return f"{text}, {100 * (1 - here / there):.1f} % less. {_clocks(square, found)}"
+
+
+def _fastest(rows: Iterable[Row], dtype: str) -> Row | None:
+    products = [row for row in measured(select(list(rows), metric="gemm_tflops")) if row.dtype == dtype and not row.hot]
+    return max(idle_rows(products), key=lambda row: not_none(row.value), default=None)
 
 
 def _clocks(square: Row, found: Row) -> str:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from hyperion.experiments.hardware.sentences import copies_of_one_size, faster_at_equal_clock, memory_levels, square_beside_search
+from hyperion.experiments.hardware.figures import explanations
+from hyperion.experiments.hardware.sentences import (
+    copies_of_one_size,
+    faster_at_equal_clock,
+    formats_of_one_peak,
+    memory_levels,
+    square_beside_search,
+)
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run
 
@@ -14,9 +21,9 @@ def row(experiment, variant, metric, value, dtype="", **columns):
     return Row(**common, value=value, dtype=dtype, **columns)
 
 
-def product(experiment, variant, value, clock_mhz=None, side=4096, **columns):
+def product(experiment, variant, value, clock_mhz=None, side=4096, dtype="bf16", **columns):
     params = {"m": side, "n": side, "k": side, "cache": "cold"}
-    return row(experiment, variant, "gemm_tflops", value, "bf16", params=params, clock_mhz=clock_mhz, **columns)
+    return row(experiment, variant, "gemm_tflops", value, dtype, params=params, clock_mhz=clock_mhz, **columns)
 
 
 def squares_and_search(square, found, *finalists):
@@ -119,3 +126,36 @@ def test_the_reference_of_two_gpus_explains_its_contradictions():
     assert "not the reason, but the graph" in copies_of_one_size(rows)
     read, copied = memory_levels([row for row in rows if row.experiment == "memory_levels"])
     assert "does not show the bandwidth of the caches" in read and "so the curve shows their end" in copied
+
+
+@pytest.mark.parametrize(
+    ("fp16", "clock_mhz", "says"),
+    [
+        (745.0, 1980.0, "Two measurements can differ by this much."),
+        (600.0, 1584.0, "So the clock explains the difference."),
+        (600.0, 1980.0, "does not explain the whole difference."),
+        (600.0, None, "The clock was not read."),
+    ],
+)
+def test_two_formats_of_one_peak_are_explained_by_their_clocks_or_not(fp16, clock_mhz, says):
+    rows = [
+        product("gemm", "torch.mm", 750.0, 1980.0, dtype="bf16", limit=1071.0, power_w=500.0),
+        product("gemm", "torch.mm", 100.0, 1980.0, dtype="bf16", side=512, limit=1071.0),
+        product("gemm", "torch.mm", fp16, clock_mhz, dtype="fp16", limit=1071.0, throttle="sw_power_cap"),
+        product("gemm", "torch.mm", 1300.0, 1980.0, dtype="fp8_e4m3fn", limit=2141.0),
+    ]
+    one, accumulation = formats_of_one_peak(rows)
+    assert (
+        "bf16 product reaches 750 TFLOPS at 1,980 MHz and 500 W, and" in one
+        and "at the power limit" in one
+        and one.endswith(says)
+    )
+    assert "float32" in accumulation and formats_of_one_peak(rows[:1]) == []
+
+
+def test_the_pages_of_a_run_explain_its_contradictions():
+    rows = [row for row in Run.open(reference_folder() / "h200x2").rows() if row.value is not None]
+    assert "bf16 and fp16" in explanations("gemm", rows)[0] and "bf16" in explanations("best_products", rows)[0]
+    assert "fp8_e4m3fn and int8" in explanations("best_products", rows)[-2] and "fp8" in explanations("best_products", rows)[-1]
+    assert any("copy" in text for text in explanations("memory_levels", rows))
+    assert "The two differ" in explanations("stream_formats", rows)[0] and explanations("transfers", rows) == []
