@@ -159,8 +159,8 @@ def compare(
     A framework is called faster only if the interval of its speed-up excludes a tie.
 
     With prices of a GPU hour, the table and the report also show the price of a million tokens. No price is assumed.
-    Results for the same model are refused if their workloads differ in batch, sequence length, precision, initial state or row
-    order.
+    Results for the same model are refused if their workloads differ in batch, sequence length, steps, learning rate, precision,
+    data set, initial state, row order, optimizer, clipping or dtypes. Values that a file does not state are listed.
     """
     from hyperion.frameworks.comparison import (
         CAVEAT,
@@ -183,6 +183,8 @@ def compare(
     comparison = compare_results(results, force, prices)
     console().print(table(comparison))
     for line in comparison.verdicts:
+        say(line)
+    for line in comparison.unknown:
         say(line)
     say(CAVEAT)
     if prices:

@@ -1,7 +1,7 @@
 """Judge of equal work: lists every difference between the work of a run and that of the reference run."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hyperion.engines.record import Group, Record
@@ -40,13 +40,24 @@ def unequal(work: Work, record: Record, reference: Record, shifted_losses: dict[
         shifted_losses: mean loss of the first step by distance between inputs and targets, from `first_losses`. Without it, a
             wrong label shift is only reported as a different first loss.
     """
-    found = [
+    undecayed = sum(group.elements for group in reference.groups if not group.weight_decay)
+    return [
         *_inputs(record, reference, work),
         *_loss(work, record, reference, shifted_losses or {}),
         *_gradients(work, record, reference),
-        *_optimizer(work, record, reference),
+        *other_settings(work, record, undecayed),
     ]
-    return found
+
+
+def other_settings(work: Work, record: Record, undecayed: float) -> list[Difference]:
+    """Return every difference between the settings that were observed in a run and those of the work. No reference run is needed.
+
+    Args:
+        work: the work that the run had to perform.
+        record: record of the run.
+        undecayed: number of elements of the model that the work updates without weight decay.
+    """
+    return [*_clipping(work, record), *_optimizer(work, record, undecayed)]
 
 
 def _inputs(record: Record, reference: Record, work: Work) -> Iterable[Difference]:
@@ -84,8 +95,8 @@ def _loss(work: Work, record: Record, reference: Record, shifted: dict[int, floa
 
 
 def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
-    """Compare the norm of the first gradient, the clipping of all gradients, and the dtype of gradient reductions."""
-    norm, expected, near = record.norms[0], reference.norms[0], 0.02 if work.dtype == "fp32" else 0.1
+    """Compare the norm of the first gradient."""
+    norm, expected, near = record.norms[0], reference.norms[0], _near(work)
     if norm is None or expected is None:
         yield Difference("gradient norm", "not measured", "measured before clipping")
         return
@@ -97,6 +108,11 @@ def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Differ
         yield Difference("gradient reduction", f"{cause} (norm x {scale:.4g})", "mean over all tokens")
     elif abs(scale - 1) > near:
         yield Difference("gradient scale", f"first norm {norm:.4g}", f"{expected:.4g}")
+
+
+def _clipping(work: Work, record: Record) -> Iterable[Difference]:
+    """Compare the norms at the optimizer with the limit, and the dtype of gradient reductions with that of the updates."""
+    near = _near(work)
     limit = work.clip_norm * (1 + near)
     beyond = [step for step, value in enumerate(record.clipped_norms[: work.steps], 1) if value > limit]
     shares = [value / min(before, work.clip_norm) for value, before in _pairs(record)]
@@ -117,27 +133,30 @@ def _pairs(record: Record) -> list[tuple[float, float]]:
     return [(value, before) for value, before in both if before is not None and value > 0]
 
 
-def _optimizer(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
-    def of_groups(choose, groups: list[Group]) -> str:
-        return ", ".join(sorted({f"{choose(group)}" for group in groups}))
-
-    for name, choose in (
-        ("learning rate", lambda group: _rates(group.learning_rates)),
-        ("betas", lambda group: _numbers(group.betas)),
-        ("eps", lambda group: _numbers((group.eps,))),
-        ("master dtype", lambda group: group.dtype),
-    ):
-        seen, expected = of_groups(choose, record.groups), of_groups(choose, reference.groups)
+def _optimizer(work: Work, record: Record, undecayed: float) -> Iterable[Difference]:
+    settings: tuple[tuple[str, Callable[[Group], str], str], ...] = (
+        ("learning rate", lambda group: _rates(group.learning_rates), _numbers((work.learning_rate,))),
+        ("betas", lambda group: _numbers(group.betas), _numbers(work.betas)),
+        ("eps", lambda group: _numbers((group.eps,)), _numbers((work.eps,))),
+        ("master dtype", lambda group: group.dtype, _UPDATED),
+    )
+    for name, choose, expected in settings:
+        seen = ", ".join(sorted({choose(group) for group in record.groups}))
         if seen != expected:
             yield Difference(name, seen or "no optimizer was observed", expected)
-    seen, expected = (sorted({group.weight_decay for group in some.groups if group.weight_decay}) for some in (record, reference))
-    if seen != expected:
-        yield Difference("weight decay", _numbers(seen) or "none", _numbers(expected))
+    decays, expected = ({group.weight_decay for group in record.groups} - {0.0}), {work.weight_decay} - {0.0}
+    if decays != expected:
+        yield Difference("weight decay", _numbers(sorted(decays)) or "none", _numbers(expected) or "none")
         return
-    without, wanted = (sum(group.elements for group in some.groups if not group.weight_decay) for some in (record, reference))
-    if abs(without - wanted) > _PADDING * wanted + record.ranks:
-        name = "decay on norms" if without < wanted else "no decay on matrices"
-        yield Difference(name, f"{without:,.0f} elements without decay", f"{wanted:,.0f}")
+    without = sum(group.elements for group in record.groups if not group.weight_decay)
+    if abs(without - undecayed) > _PADDING * undecayed + record.ranks:
+        name = "decay on norms" if without < undecayed else "no decay on matrices"
+        yield Difference(name, f"{without:,.0f} elements without decay", f"{undecayed:,.0f}")
+
+
+def _near(work: Work) -> float:
+    """Return the relative tolerance of gradient norms."""
+    return 0.02 if work.dtype == "fp32" else 0.1
 
 
 def _rates(rates: tuple[float, ...]) -> str:
