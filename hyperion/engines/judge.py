@@ -10,6 +10,16 @@ from hyperion.engines.work import Work
 # Relative tolerance for the number of elements without weight decay, because sharded tensors may be padded.
 _PADDING = 0.05
 _UPDATED = "float32"
+_ALGORITHM = "AdamW"
+# Classes that implement AdamW, and classes that do so only if their option says that weight decay is decoupled.
+_ADAMW = {"torch.optim.adamw.AdamW"}
+_ADAMW_IF_DECOUPLED = {
+    "torch.optim.adam.Adam",
+    "apex.optimizers.fused_adam.FusedAdam",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+}
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,14 @@ def unequal(work: Work, record: Record, reference: Record, shifted_losses: dict[
             wrong label shift is only reported as a different first loss.
     """
     undecayed = sum(group.elements for group in reference.groups if not group.weight_decay)
-    return [
+    found = [
         *_inputs(record, reference, work),
         *_loss(work, record, reference, shifted_losses or {}),
         *_gradients(work, record, reference),
         *other_settings(work, record, undecayed),
     ]
+    # Every other difference may change the gradients of later steps, so this one is named only if it has no other cause.
+    return found or list(_later_gradients(work, record, reference))
 
 
 def other_settings(work: Work, record: Record, undecayed: float) -> list[Difference]:
@@ -110,6 +122,16 @@ def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Differ
         yield Difference("gradient scale", f"first norm {norm:.4g}", f"{expected:.4g}")
 
 
+def _later_gradients(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
+    """Compare the gradient norm of each step after the first that was measured in both runs."""
+    pairs = zip(record.norms[1:], reference.norms[1:], strict=False)
+    both = [(step, norm, expected) for step, (norm, expected) in enumerate(pairs, 2) if norm is not None and expected]
+    other = [entry for entry in both if abs(entry[1] / entry[2] - 1) > _near(work)]
+    if other:
+        step, norm, expected = other[0]
+        yield Difference("later gradients", f"norm {norm:.4g} in step {step} and others in {len(other)} steps", f"{expected:.4g}")
+
+
 def _clipping(work: Work, record: Record) -> Iterable[Difference]:
     """Compare the norms at the optimizer with the limit, and the dtype of gradient reductions with that of the updates."""
     near = _near(work)
@@ -135,6 +157,7 @@ def _pairs(record: Record) -> list[tuple[float, float]]:
 
 def _optimizer(work: Work, record: Record, undecayed: float) -> Iterable[Difference]:
     settings: tuple[tuple[str, Callable[[Group], str], str], ...] = (
+        ("optimizer", _algorithm, _ALGORITHM),
         ("learning rate", lambda group: _rates(group.learning_rates), _numbers((work.learning_rate,))),
         ("betas", lambda group: _numbers(group.betas), _numbers(work.betas)),
         ("eps", lambda group: _numbers((group.eps,)), _numbers((work.eps,))),
@@ -152,6 +175,16 @@ def _optimizer(work: Work, record: Record, undecayed: float) -> Iterable[Differe
     if abs(without - undecayed) > _PADDING * undecayed + record.ranks:
         name = "decay on norms" if without < undecayed else "no decay on matrices"
         yield Difference(name, f"{without:,.0f} elements without decay", f"{undecayed:,.0f}")
+
+
+def _algorithm(group: Group) -> str:
+    """Return _ALGORITHM, or what differs from it. An option that an optimizer does not state has its default."""
+    decoupled = group.decoupled_weight_decay
+    if group.optimizer not in _ADAMW | _ADAMW_IF_DECOUPLED:
+        return group.optimizer
+    if decoupled is False or (decoupled is None and group.optimizer not in _ADAMW):
+        return f"{group.optimizer} {'with L2 in the gradient' if decoupled is False else 'of unknown weight decay'}"
+    return f"{group.optimizer} with AMSGrad" if group.amsgrad else _ALGORITHM
 
 
 def _near(work: Work) -> float:

@@ -191,6 +191,7 @@ def grouped(**changes) -> dict:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (grouped(optimizer="torch.optim.sgd.SGD"), "optimizer: torch.optim.sgd.SGD instead of AdamW"),
         (grouped(learning_rates=(3.0,)), "learning rate: 3 instead of 0.0003"),
         (grouped(betas=(0.5, 0.999)), "betas: 0.5, 0.999 instead of 0.9, 0.95"),
         (grouped(eps=1e-6), "eps: 1e-06 instead of 1e-08"),
