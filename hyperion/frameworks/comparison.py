@@ -16,7 +16,7 @@ from rich.table import Table
 from hyperion.errors import HyperionError
 from hyperion.figures.style import add_notes, look, new_figure, png, styled
 from hyperion.frameworks.config import GpuPrices
-from hyperion.frameworks.result import Result, read_result
+from hyperion.frameworks.result import UNKNOWN, Result, read_result
 from hyperion.results import Estimate
 from hyperion.results.statistics import independent_ratio_estimate, median_estimate
 
@@ -318,7 +318,7 @@ def _differences(group: Sequence[Result]) -> list[str]:
 
 
 def _unknown(result: Result, among: Sequence[Result]) -> str:
-    names = [name for name, read in _OBSERVED.items() if read(result) is None]
+    names = [name for name, read in (_WORK | _OBSERVED).items() if read(result) in (None, UNKNOWN)]
     return f"{_name(result, among)} does not state these, so they may differ: {', '.join(names)}." if names else ""
 
 

@@ -70,7 +70,7 @@ class RunFacts:
     precision: str
     num_gpus: int
     sequence_length: int
-    micro_batch_size: int = 1
+    micro_batch_size: int
     tensor: int = 1
     pipeline: int = 1
     strategy: str = "unknown"

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,9 @@ def test_values_that_a_file_does_not_state_are_named():
     (line,) = comparison.unknown
     assert line == "amd deep llama does not state these, so they may differ: optimizer, betas."
     assert f"- {line}" in markdown(comparison, "x.png")
+    labels: dict[str, Any] = {"dataset": "unknown", "precision": "unknown"}
+    lines = compare_results([result(**labels), result(framework="deep", **labels)]).unknown
+    assert len(lines) == 2 and all("may differ: precision, data set." in line for line in lines)
 
 
 def test_two_results_of_one_framework_have_different_names():
