@@ -108,17 +108,22 @@ def select_frameworks(names: str | Sequence[str], config: Config, extra: Sequenc
         extra: further valid codes.
 
     Raises:
-        HyperionError: a name is unknown. The message lists the valid ones.
+        HyperionError: a name is unknown, the text has no name, or no name is given and no framework is enabled.
     """
-    given, valid = _words(names), (*TITLES, *extra)
+    valid, where = (*TITLES, *extra), "FRAMEWORKS or --frameworks"
+    given = _words(names, where, f"choose from {', '.join(valid)}, or leave it out")
     if not given:
-        return [code for code in TITLES if getattr(config.frameworks, code).enabled]
+        enabled = [code for code in TITLES if getattr(config.frameworks, code).enabled]
+        if not enabled:
+            next_step = "set enabled: true for one of them, or name it with --frameworks"
+            raise HyperionError("no framework is enabled", where="frameworks of config.yaml", next_step=next_step)
+        return enabled
     codes = [_ALIASES.get(name, name) for name in given]
     if unknown := [name for name, code in zip(given, codes, strict=True) if code not in valid]:
         aliases = ", ".join(f"{alias} ({code})" for alias, code in _ALIASES.items())
         raise HyperionError(
             f"no framework is named {', '.join(map(repr, unknown))}",
-            where="FRAMEWORKS or --frameworks",
+            where=where,
             next_step=f"choose from {', '.join(valid)}; other names: {aliases}",
         )
     return list(dict.fromkeys(codes))
@@ -130,13 +135,13 @@ def select_models(names: str | Sequence[str], config: Config) -> list[str]:
     The name "tiny" replaces each selected model by its small version for a CPU.
 
     Raises:
-        HyperionError: a name is unknown. The message lists the valid ones.
+        HyperionError: a name is unknown, or the text has no name. The message lists the valid ones.
     """
-    given = _words(names)
+    choices = f"choose from {', '.join(MODELS)}, or tiny"
+    given = _words(names, "--model", choices)
     tiny, named = "tiny" in given, [name for name in given if name != "tiny"]
     if unknown := [name for name in named if name not in MODELS]:
-        next_step = f"choose from {', '.join(MODELS)}, or tiny"
-        raise HyperionError(f"no model is named {', '.join(map(repr, unknown))}", where="--model", next_step=next_step)
+        raise HyperionError(f"no model is named {', '.join(map(repr, unknown))}", where="--model", next_step=choices)
     models = named or list(config.models)
     return list(dict.fromkeys(f"{family(model)}{TINY}" if tiny else model for model in models))
 
@@ -185,7 +190,8 @@ def resolve(
         environment: environment variables that have precedence over `rocm` of the configuration.
 
     Raises:
-        HyperionError: the preset does not fit the devices and the batch, or there are fewer GPUs than asked for.
+        HyperionError: the preset does not fit the devices and the batch, there are fewer GPUs than asked for, or no step would be
+            timed.
     """
     variables = os.environ if environment is None else environment
     here, settings, training = platform_of(facts), getattr(config.frameworks, framework), config.training
@@ -207,6 +213,12 @@ def resolve(
     command, folder, files, extra = _command(config, framework, model, devices, work, parallelism) if external else _NO_COMMAND
     # The observer reads the gradients in the first half of the steps, which takes time.
     skipped = max(config.benchmark.skip_first_steps, 0 if external else training.steps // 2)
+    if skipped >= training.steps:
+        raise HyperionError(
+            f"no step would be timed: {config.benchmark.skip_first_steps} of {training.steps} steps are skipped",
+            where="benchmark.skip_first_steps",
+            next_step="set a smaller number in config.yaml, or more steps with training.steps or --steps",
+        )
     plan = Plan(
         asked,
         platform,
@@ -222,7 +234,7 @@ def resolve(
         folder,
         files,
         extra | rocm,
-        min(skipped, training.steps - 1),
+        skipped,
         config.benchmark.timeout_s,
         {"devices": sorted({gpu.name for gpu in facts.gpus}) or [facts.cpu.name]}
         | {name: getattr(facts, name) for name in ("torch", "hip", "cuda")},
@@ -388,9 +400,13 @@ def _flags(options: dict[str, Any], joint: str) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name.replace('_', joint)}", str(value))]
 
 
-def _words(names: str | Sequence[str]) -> list[str]:
+def _words(names: str | Sequence[str], where: str, next_step: str) -> list[str]:
+    """Return the words of a list with commas. An empty text has none, and a text of commas and spaces is an error."""
     parts = [names] if isinstance(names, str) else names
-    return [word.strip().lower() for part in parts for word in part.split(",") if word.strip()]
+    words = [word.strip().lower() for part in parts for word in part.split(",") if word.strip()]
+    if not words and any(parts):
+        raise HyperionError(f"{','.join(parts)!r} contains no name", where=where, next_step=next_step)
+    return words
 
 
 def output_folder(config: Config) -> Path:

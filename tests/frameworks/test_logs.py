@@ -69,6 +69,8 @@ def test_facts_that_contradict_the_log_are_refused():
         result_of_log(LOGS / "primus.log", facts(pipeline=3))
     with pytest.raises(ResultError, match="not the global batch of 128"):
         result_of_log(LOGS / "primus.log", facts(micro=3))
+    with pytest.raises(ResultError, match="no step would be timed: 3 of 3 steps are skipped"):
+        result_of_log(LOGS / "primus.log", facts(skipped_steps=3))
     with pytest.raises(ResultError, match="dataset must consist of"):
         result_of_log(LOGS / "primus.log", replace(facts(), dataset="../mock"))
     with pytest.raises(ResultError, match="cannot be read"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hyperion.engines import STACKS
 from hyperion.errors import HyperionError
 from hyperion.frameworks import plan as plans
-from hyperion.frameworks.config import Config, Frameworks, Hardware, Paths, Settings, Strategy
+from hyperion.frameworks.config import Benchmark, Config, Frameworks, Hardware, Paths, Settings, Strategy
 from hyperion.frameworks.parallelism import PRESETS, Parallelism, Preset, divide
 from hyperion.frameworks.plan import EXTERNAL, TITLES, asked_platform, resolve, select_frameworks, select_models
 from hyperion.frameworks.shapes import MODELS
@@ -37,7 +37,12 @@ def test_frameworks_are_selected_by_code_or_alias(names, codes):
 
 @given(st.lists(st.sampled_from([*TITLES, "hf", "zero", "primus", "", " "])))
 def test_a_selection_has_no_repetition_and_keeps_the_order(names):
-    codes = select_frameworks(",".join(names), Config())
+    text = ",".join(names)
+    if text and not text.strip(" ,"):
+        with pytest.raises(HyperionError, match="contains no name"):
+            select_frameworks(text, Config())
+        return
+    codes = select_frameworks(text, Config())
     assert len(set(codes)) == len(codes) and set(codes) <= set(TITLES)
 
 
@@ -48,6 +53,29 @@ def test_an_unknown_framework_or_model_is_an_error_that_lists_the_valid_ones():
     with pytest.raises(HyperionError, match="no model is named 'lama'") as error:
         select_models(["lama"], Config())
     assert "qwen_tiny" in (error.value.next_step or "")
+
+
+def test_a_selection_of_nothing_is_refused():
+    for select, where in ((select_frameworks, "FRAMEWORKS or --frameworks"), (select_models, "--model")):
+        with pytest.raises(HyperionError, match="' , ' contains no name") as error:
+            select(" , ", Config())
+        assert error.value.where == where and "choose from" in (error.value.next_step or "")
+    disabled = Frameworks(**{code: replace(getattr(Frameworks(), code), enabled=False) for code in TITLES})
+    with pytest.raises(HyperionError, match="no framework is enabled"):
+        select_frameworks("", Config(frameworks=disabled))
+
+
+@pytest.mark.parametrize("framework", ["tran", "prim"])
+def test_skipping_all_steps_is_refused(framework):
+    for skipped, steps in ((50, 50), (99, 50)):
+        config = Config(
+            benchmark=replace(Benchmark(), skip_first_steps=skipped), training=replace(Config().training, steps=steps)
+        )
+        with pytest.raises(HyperionError, match=f"no step would be timed: {skipped} of 50 steps are skipped") as error:
+            planned(framework, config=config)
+        assert error.value.where == "benchmark.skip_first_steps"
+    config = Config(benchmark=replace(Benchmark(), skip_first_steps=49))
+    assert planned(framework, config=config).skipped_steps == 49
 
 
 def test_models_are_selected_and_tiny_replaces_them():
