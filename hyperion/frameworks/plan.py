@@ -42,8 +42,15 @@ _ALIASES = {
     "megatron_deepspeed": "mgds",
 }
 EXTERNAL = {"nemo": "NeMo", "prim": "Primus", "mgds": "Megatron-DeepSpeed"}
-# Weights, gradients and both moments of AdamW in float32.
-_STATE_BYTES_PER_PARAMETER = 16
+# (bytes of a parameter on each device, bytes that the devices divide): weights, gradients and both moments of AdamW in float32.
+# ZeRO-1 and ZeRO-2 also keep a copy of the part of the weights that a device updates, although the weights are float32 already.
+_STATE_BYTES = {
+    "HF Trainer": (16, 0),
+    "hyperion fsdp2": (0, 16),
+    "deepspeed zero-1": (8, 12),
+    "deepspeed zero-2": (4, 16),
+    "deepspeed zero-3": (0, 16),
+}
 _ROCM, _CUDA = "amd", "nvd"
 _SDMA = "HSA_ENABLE_SDMA"
 
@@ -264,8 +271,8 @@ here; next step: --preset identical"
     if not is_tiny(plan.model):
         if platform_of(facts) != plan.platform:
             return f"unavailable: {MODELS[plan.model].title} needs a GPU of platform {plan.asked}; next step: --model tiny"
-        shards = 1 if plan.framework == "tran" or plan.stack == "deepspeed zero-1" else plan.devices
-        needed = _STATE_BYTES_PER_PARAMETER * MODELS[plan.model].parameters / shards
+        whole, divided = _STATE_BYTES[plan.stack]
+        needed = (whole + divided / plan.devices) * MODELS[plan.model].parameters
         if needed > (memory := facts.gpus[0].total_memory_bytes):
             return f"unavailable: weights, gradients and optimizer need {needed / 1e9:.0f} GB on each GPU, which has \
 {memory / 1e9:.0f} GB; next step: use more GPUs with a framework that shards them, or --model tiny"

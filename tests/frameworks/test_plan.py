@@ -130,6 +130,18 @@ def test_a_model_that_does_not_fit_is_not_started():
     assert planned("fsdp", facts=machine("amd", 8, 80 * 10**9)).reason == ""
 
 
+@pytest.mark.parametrize(
+    ("stage", "gpus", "needed"),
+    # Llama has 8.03 · 10^9 parameters: 8 + 12/8 = 9.5 bytes, 4 + 16/8 = 6, 16/8 = 2; on one device 20, 20 and 16.
+    [(1, 8, 76), (2, 8, 48), (3, 8, 16), (1, 1, 161), (2, 1, 161), (3, 1, 128)],
+)
+def test_each_zero_stage_divides_only_its_share(stage, gpus, needed):
+    config = Config(frameworks=replace(Frameworks(), deep=replace(Frameworks().deep, zero_stage=stage)))
+    small, large = (machine("amd", gpus, memory * 10**9) for memory in (needed - 1, needed + 1))
+    assert f"need {needed} GB on each GPU, which has {needed - 1} GB" in planned("deep", facts=small, config=config).reason
+    assert "GB on each GPU" not in planned("deep", facts=large, config=config).reason
+
+
 def test_settings_of_rocm_are_applied_on_rocm_only_and_the_shell_has_precedence():
     default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HSA_NO_SCRATCH_RECLAIM": "1", "HSA_ENABLE_SDMA": "1"}
     assert planned().environment == default  # NCCL_DEBUG is off by default
