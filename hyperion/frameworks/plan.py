@@ -1,6 +1,8 @@
 """Turn the selected combinations into plans: the work, the number of devices and the command of each combination."""
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -10,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import hyperion
 from hyperion.engines import STACKS
-from hyperion.engines.environments import installed_python, why_not_installed
+from hyperion.engines.environments import environment_folder, installed_python, why_not_installed
 from hyperion.engines.external import ENTRIES, why_not_found
 from hyperion.errors import HyperionError
 from hyperion.frameworks.config import DOCUMENTED_GPUS, GPU_COUNTS, MEGATRON_DEEPSPEED, PRIMUS, Config
@@ -71,7 +74,7 @@ class Plan:
         environment: environment variables of the run.
         skipped_steps: steps that are not timed.
         timeout_s: time limit.
-        machine: names of the devices, and versions of torch, HIP and CUDA.
+        machine: names of the devices, and versions of torch, HIP, CUDA and the packages that train.
         reason: why this combination cannot run here, or "".
     """
 
@@ -244,7 +247,8 @@ def resolve(
         skipped,
         config.benchmark.timeout_s,
         {"devices": sorted({gpu.name for gpu in facts.gpus}) or [facts.cpu.name]}
-        | {name: getattr(facts, name) for name in ("torch", "hip", "cuda")},
+        | {name: getattr(facts, name) for name in ("torch", "hip", "cuda")}
+        | ({"packages": _packages(stack)} if stack in STACKS else {}),
         "",
     )
     return Plan(**{**vars(plan), "reason": _why_not(plan, config, facts, preset)})
@@ -304,6 +308,19 @@ def _why_no_command(plan: Plan, config: Config, facts: MachineFacts) -> str:
             return f"unavailable: {fault}; next step: rename the files of frameworks.mgds.data_path"
         return why_not_installed("deepspeed")
     return ""
+
+
+def _packages(stack: str) -> dict[str, str]:
+    """Return the versions of the packages with which a stack trains, and the folder of its own environment, whose name depends on
+    its pinned requirements. A package that is not installed is left out.
+    """
+    entry = STACKS[stack]
+    found = {"environment": environment_folder(entry.environment).name} if entry.environment else {}
+    # transformers defines the model of every stack.
+    for name in sorted({"transformers", *(name.partition(".")[0] for name in entry.packages)}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = hyperion.__version__ if name == "hyperion" else importlib.metadata.version(name)
+    return found
 
 
 def _dataset(config: Config, framework: str) -> str:

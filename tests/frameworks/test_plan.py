@@ -1,12 +1,13 @@
 """Plans: which combinations are selected, on how many devices, with which division, and why one cannot run."""
 
+import importlib.metadata
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.engines import STACKS
+from hyperion.engines import STACKS, environments
 from hyperion.errors import HyperionError
 from hyperion.frameworks import plan as plans
 from hyperion.frameworks.config import Benchmark, Config, Frameworks, Hardware, Paths, Settings, Strategy
@@ -246,6 +247,24 @@ def test_the_digest_depends_on_the_machine_and_the_folder(tmp_path):
     others = [replace(facts, torch="0.1"), replace(facts, hip="0.1"), other_gpus]
     assert len({planned(facts=one).digest for one in (facts, *others)}) == 4
     assert planned("prim", config=primus(tmp_path)).digest != planned("prim", config=primus(tmp_path / "other")).digest
+
+
+@pytest.mark.parametrize(("framework", "package"), [("tran", "transformers"), ("tran", "accelerate"), ("deep", "transformers")])
+def test_the_digest_depends_on_the_versions_of_the_packages(framework, package, monkeypatch):
+    facts, read = machine("amd", 8), importlib.metadata.version
+    before = planned(framework, facts=facts).digest
+    assert planned(framework, facts=facts).digest == before
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1" if name == package else read(name))
+    assert planned(framework, facts=facts).digest != before
+
+
+def test_the_digest_depends_on_the_version_of_an_environment_of_its_own(monkeypatch):
+    facts = machine("amd", 8)
+    before = {name: planned(name, facts=facts).digest for name in ("tran", "deep")}
+    other = replace(environments.ENVIRONMENTS["deepspeed"], requirements=("deepspeed==0.1",))
+    monkeypatch.setitem(environments.ENVIRONMENTS, "deepspeed", other)
+    after = {name: planned(name, facts=facts).digest for name in before}
+    assert after["tran"] == before["tran"] and after["deep"] != before["deep"]
 
 
 def test_the_command_of_megatron_deepspeed(tmp_path, monkeypatch):
