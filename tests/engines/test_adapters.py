@@ -116,6 +116,16 @@ def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, refe
     assert_equal_work(work, launch(STACKS[name], work, tmp_path), reference)
 
 
+@pytest.mark.process
+def test_deepspeed_reduces_float32_gradients_also_if_products_are_in_bf16(tiny_work, tmp_path, reference):
+    stack = STACKS["deepspeed zero-3"]
+    if reason := stack.why_absent():
+        pytest.skip(reason)
+    record = launch(stack, replace(tiny_work, dtype="bf16", micro_batches=1), tmp_path)
+    assert "bfloat16" not in record.reduced and record.reduced["float32"] > 0
+    assert 1e-5 < abs(record.losses[0] - reference.losses[0]) < 5e-2  # the products are in bf16
+
+
 def broken_mpi4py(folder: Path) -> Path:
     """A folder for PYTHONPATH with an installed mpi4py that raises what the real one raises without its library."""
     (folder / "mpi4py").mkdir(parents=True)
