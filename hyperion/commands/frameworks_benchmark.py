@@ -159,8 +159,8 @@ def compare(
     A framework is called faster only if the interval of its speed-up excludes a tie.
 
     With prices of a GPU hour, the table and the report also show the price of a million tokens. No price is assumed.
-    Results for the same model are refused if their workloads differ in batch, sequence length, precision, initial state or row
-    order.
+    Results for the same model are refused if their workloads differ in batch, sequence length, steps, learning rate, precision,
+    data set, initial state, row order, optimizer, clipping or dtypes. Values that a file does not state are listed.
     """
     from hyperion.frameworks.comparison import (
         CAVEAT,
@@ -183,6 +183,8 @@ def compare(
     comparison = compare_results(results, force, prices)
     console().print(table(comparison))
     for line in comparison.verdicts:
+        say(line)
+    for line in comparison.unknown:
         say(line)
     say(CAVEAT)
     if prices:
@@ -227,16 +229,19 @@ def extract(
     model: Annotated[str, typer.Option(callback=one_of(("llama", "qwen")), help="llama or qwen.")],
     num_gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run.")],
     sequence_length: Annotated[int, typer.Option(min=1, help="Scored tokens of a row.")],
-    micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")],
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 1,
-    dataset: Annotated[str, typer.Option(help="Data of the run.")] = "mock",
-    precision: Annotated[str, typer.Option(help="Format of matrix products.")] = "bf16",
+    dataset: Annotated[str, typer.Option(help="Data of the run.")] = "unknown",
+    precision: Annotated[str, typer.Option(help="Format of matrix products, such as bf16.")] = "unknown",
     strategy: Annotated[str, typer.Option(help="Name of the parallelism.")] = "unknown",
     output_dir: OutputFolder = None,
     config_file: ConfigFile = None,
 ) -> None:
-    """Make a result file from the log of a run that was started by hand. A log in an unknown format is an error."""
+    """Make a result file from the log of a run that was started by hand. A log in an unknown format is an error.
+
+    The log does not contain the values of the options. A data set or a precision that is not given is "unknown" in the result.
+    """
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.logs import RunFacts, result_of_log
     from hyperion.frameworks.plan import output_folder

@@ -8,12 +8,12 @@ to a name.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hyperion.engines.judge import Difference, unequal
+    from hyperion.engines.judge import Difference, other_settings, unequal
     from hyperion.engines.record import Record
     from hyperion.engines.stacks import STACKS, Stack, stack_named
     from hyperion.engines.work import Work
 
-__all__ = ["STACKS", "Difference", "Record", "Stack", "Work", "stack_named", "unequal"]
+__all__ = ["STACKS", "Difference", "Record", "Stack", "Work", "other_settings", "stack_named", "unequal"]
 
 
 def __getattr__(name: str):

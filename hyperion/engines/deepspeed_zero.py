@@ -52,7 +52,8 @@ def _config(work: Work, ranks: int, stage: int) -> dict[str, Any]:
         # Use torch's AdamW, so that DeepSpeed does not compile its own optimizer.
         "zero_allow_untested_optimizer": True,
         # With the option "bf16", DeepSpeed would round the initial state to bf16 before it copies it to float32.
-        **({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if bf16 else {}),
+        # DeepSpeed reduces the gradients of these modules in bf16. They do not change which products are in bf16.
+        **({"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}} if bf16 else {}),
         "communication_data_type": "fp32",
         "steps_per_print": 2**31,
     }

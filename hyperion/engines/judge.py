@@ -1,7 +1,7 @@
 """Judge of equal work: lists every difference between the work of a run and that of the reference run."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hyperion.engines.record import Group, Record
@@ -10,6 +10,16 @@ from hyperion.engines.work import Work
 # Relative tolerance for the number of elements without weight decay, because sharded tensors may be padded.
 _PADDING = 0.05
 _UPDATED = "float32"
+_ALGORITHM = "AdamW"
+# Classes that implement AdamW, and classes that do so only if their option says that weight decay is decoupled.
+_ADAMW = {"torch.optim.adamw.AdamW"}
+_ADAMW_IF_DECOUPLED = {
+    "torch.optim.adam.Adam",
+    "apex.optimizers.fused_adam.FusedAdam",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+}
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,26 @@ def unequal(work: Work, record: Record, reference: Record, shifted_losses: dict[
         shifted_losses: mean loss of the first step by distance between inputs and targets, from `first_losses`. Without it, a
             wrong label shift is only reported as a different first loss.
     """
+    undecayed = sum(group.elements for group in reference.groups if not group.weight_decay)
     found = [
         *_inputs(record, reference, work),
         *_loss(work, record, reference, shifted_losses or {}),
         *_gradients(work, record, reference),
-        *_optimizer(work, record, reference),
+        *other_settings(work, record, undecayed),
     ]
-    return found
+    # Every other difference may change the gradients of later steps, so this one is named only if it has no other cause.
+    return found or list(_later_gradients(work, record, reference))
+
+
+def other_settings(work: Work, record: Record, undecayed: float) -> list[Difference]:
+    """Return every difference between the settings that were observed in a run and those of the work. No reference run is needed.
+
+    Args:
+        work: the work that the run had to perform.
+        record: record of the run.
+        undecayed: number of elements of the model that the work updates without weight decay.
+    """
+    return [*_clipping(work, record), *_optimizer(work, record, undecayed)]
 
 
 def _inputs(record: Record, reference: Record, work: Work) -> Iterable[Difference]:
@@ -84,8 +107,8 @@ def _loss(work: Work, record: Record, reference: Record, shifted: dict[int, floa
 
 
 def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
-    """Compare the norm of the first gradient, the clipping of all gradients, and the dtype of gradient reductions."""
-    norm, expected, near = record.norms[0], reference.norms[0], 0.02 if work.dtype == "fp32" else 0.1
+    """Compare the norm of the first gradient."""
+    norm, expected, near = record.norms[0], reference.norms[0], _near(work)
     if norm is None or expected is None:
         yield Difference("gradient norm", "not measured", "measured before clipping")
         return
@@ -97,6 +120,21 @@ def _gradients(work: Work, record: Record, reference: Record) -> Iterable[Differ
         yield Difference("gradient reduction", f"{cause} (norm x {scale:.4g})", "mean over all tokens")
     elif abs(scale - 1) > near:
         yield Difference("gradient scale", f"first norm {norm:.4g}", f"{expected:.4g}")
+
+
+def _later_gradients(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
+    """Compare the gradient norm of each step after the first that was measured in both runs."""
+    pairs = zip(record.norms[1:], reference.norms[1:], strict=False)
+    both = [(step, norm, expected) for step, (norm, expected) in enumerate(pairs, 2) if norm is not None and expected]
+    other = [entry for entry in both if abs(entry[1] / entry[2] - 1) > _near(work)]
+    if other:
+        step, norm, expected = other[0]
+        yield Difference("later gradients", f"norm {norm:.4g} in step {step} and others in {len(other)} steps", f"{expected:.4g}")
+
+
+def _clipping(work: Work, record: Record) -> Iterable[Difference]:
+    """Compare the norms at the optimizer with the limit, and the dtype of gradient reductions with that of the updates."""
+    near = _near(work)
     limit = work.clip_norm * (1 + near)
     beyond = [step for step, value in enumerate(record.clipped_norms[: work.steps], 1) if value > limit]
     shares = [value / min(before, work.clip_norm) for value, before in _pairs(record)]
@@ -117,27 +155,41 @@ def _pairs(record: Record) -> list[tuple[float, float]]:
     return [(value, before) for value, before in both if before is not None and value > 0]
 
 
-def _optimizer(work: Work, record: Record, reference: Record) -> Iterable[Difference]:
-    def of_groups(choose, groups: list[Group]) -> str:
-        return ", ".join(sorted({f"{choose(group)}" for group in groups}))
-
-    for name, choose in (
-        ("learning rate", lambda group: _rates(group.learning_rates)),
-        ("betas", lambda group: _numbers(group.betas)),
-        ("eps", lambda group: _numbers((group.eps,))),
-        ("master dtype", lambda group: group.dtype),
-    ):
-        seen, expected = of_groups(choose, record.groups), of_groups(choose, reference.groups)
+def _optimizer(work: Work, record: Record, undecayed: float) -> Iterable[Difference]:
+    settings: tuple[tuple[str, Callable[[Group], str], str], ...] = (
+        ("optimizer", _algorithm, _ALGORITHM),
+        ("learning rate", lambda group: _rates(group.learning_rates), _numbers((work.learning_rate,))),
+        ("betas", lambda group: _numbers(group.betas), _numbers(work.betas)),
+        ("eps", lambda group: _numbers((group.eps,)), _numbers((work.eps,))),
+        ("master dtype", lambda group: group.dtype, _UPDATED),
+    )
+    for name, choose, expected in settings:
+        seen = ", ".join(sorted({choose(group) for group in record.groups}))
         if seen != expected:
             yield Difference(name, seen or "no optimizer was observed", expected)
-    seen, expected = (sorted({group.weight_decay for group in some.groups if group.weight_decay}) for some in (record, reference))
-    if seen != expected:
-        yield Difference("weight decay", _numbers(seen) or "none", _numbers(expected))
+    decays, expected = ({group.weight_decay for group in record.groups} - {0.0}), {work.weight_decay} - {0.0}
+    if decays != expected:
+        yield Difference("weight decay", _numbers(sorted(decays)) or "none", _numbers(expected) or "none")
         return
-    without, wanted = (sum(group.elements for group in some.groups if not group.weight_decay) for some in (record, reference))
-    if abs(without - wanted) > _PADDING * wanted + record.ranks:
-        name = "decay on norms" if without < wanted else "no decay on matrices"
-        yield Difference(name, f"{without:,.0f} elements without decay", f"{wanted:,.0f}")
+    without = sum(group.elements for group in record.groups if not group.weight_decay)
+    if abs(without - undecayed) > _PADDING * undecayed + record.ranks:
+        name = "decay on norms" if without < undecayed else "no decay on matrices"
+        yield Difference(name, f"{without:,.0f} elements without decay", f"{undecayed:,.0f}")
+
+
+def _algorithm(group: Group) -> str:
+    """Return _ALGORITHM, or what differs from it. An option that an optimizer does not state has its default."""
+    decoupled = group.decoupled_weight_decay
+    if group.optimizer not in _ADAMW | _ADAMW_IF_DECOUPLED:
+        return group.optimizer
+    if decoupled is False or (decoupled is None and group.optimizer not in _ADAMW):
+        return f"{group.optimizer} {'with L2 in the gradient' if decoupled is False else 'of unknown weight decay'}"
+    return f"{group.optimizer} with AMSGrad" if group.amsgrad else _ALGORITHM
+
+
+def _near(work: Work) -> float:
+    """Return the relative tolerance of gradient norms."""
+    return 0.02 if work.dtype == "fp32" else 0.1
 
 
 def _rates(rates: tuple[float, ...]) -> str:

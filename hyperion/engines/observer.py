@@ -29,6 +29,7 @@ from hyperion.measure.memory_use.tensor_memory import PeakMemoryRegion
 from hyperion.processes import world
 
 REPORT_INTERVAL_S = 1.0
+_OPTIONS = ("weight_decay", "betas", "eps", "amsgrad", "decoupled_weight_decay")
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
 
 
@@ -185,7 +186,7 @@ class Observer:
         merged: dict[tuple, float] = {}
         for rank in ranks:
             for group in rank["groups"]:
-                key = (group.weight_decay, group.betas, group.eps, group.learning_rates, group.dtype, group.optimizer)
+                key = tuple(vars(group).values())[1:]  # all but the number of elements
                 merged[key] = merged.get(key, 0.0) + group.elements / copies
         steps = len(self._losses)
         peak_unknown = any(rank["memory"] is None for rank in ranks)
@@ -244,7 +245,7 @@ class Observer:
                     continue
                 tensor, gradient = _local(parameter), _local(parameter.grad)
                 share = 1.0 if self._own_share is None else self._own_share(parameter)
-                options = {name: group[name] for name in ("weight_decay", "betas", "eps") if name in group}
+                options = {name: group[name] for name in _OPTIONS if name in group}
                 self._updated[id(parameter)] = (parameter, tensor.numel() * share, options, optimizer)
                 rates = self._rates.setdefault(id(parameter), [])
                 if (rate := float(group["lr"])) not in rates:
@@ -263,6 +264,9 @@ class Observer:
                 tuple(self._rates[key]),
                 str(_local(parameter).dtype).removeprefix("torch."),
                 f"{kind.__module__}.{kind.__qualname__}",
+                _flag(options.get("amsgrad")),
+                # apex, Transformer Engine and DeepSpeed keep this option in the optimizer, under another name.
+                _flag(options.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", None))),
             )
             elements[identity] = elements.get(identity, 0.0) + count
         return [Group(count, *identity) for identity, count in elements.items()]
@@ -336,6 +340,10 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 def _local(tensor: Tensor) -> Tensor:
     """Return the part of a distributed tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flag(value: object) -> bool | None:
+    return None if value is None else bool(value)
 
 
 def _first(values: Iterable[float | None]) -> float | None:

@@ -15,6 +15,8 @@ from hyperion.engines.work import Work
 PLANTED = {
     "learning rate x 1.1": "learning rate",
     "learning rate decays": "learning rate",
+    "Adam with L2": "optimizer",
+    "AMSGrad": "optimizer",
     "beta2 0.999": "betas",
     "eps 1e-6": "eps",
     "weight decay 0.01": "weight decay",
@@ -26,6 +28,7 @@ PLANTED = {
     "loss is a sum": "loss reduction",
     "gradient of a sum": "gradient reduction",
     "micro-batches not averaged": "gradient reduction",
+    "one micro-batch left out after step 1": "later gradients",
     "no clipping": "gradient clipping",
     "clipped to half of the limit": "gradient clipping",
     "bf16 weights": "master dtype",
@@ -85,7 +88,8 @@ def _gradients(work: Work, observer: Observer, model: nn.Module, step: int, unfa
     for rows_BT in parts:
         loss = token_loss(model, rows_BT, shift) / work.micro_batches
         scale = work.step_tokens if unfairness in ("loss is a sum", "gradient of a sum") else 1
-        (loss * (work.micro_batches if unfairness == "micro-batches not averaged" else scale)).backward()
+        if unfairness != "one micro-batch left out after step 1" or step == 0 or rows_BT is parts[0]:
+            (loss * (work.micro_batches if unfairness == "micro-batches not averaged" else scale)).backward()
         total = total + loss.detach() * (work.step_tokens if unfairness == "loss is a sum" else 1)
     if unfairness == "gradients reduced in bf16":
         for parameter in model.parameters():
@@ -98,13 +102,16 @@ def _gradients(work: Work, observer: Observer, model: nn.Module, step: int, unfa
     return total, None
 
 
-def _optimizer(work: Work, model: nn.Module, unfairness: str) -> torch.optim.AdamW:
+def _optimizer(work: Work, model: nn.Module, unfairness: str) -> torch.optim.Optimizer:
     if unfairness in _FACTORS:
         name, factor = _FACTORS[unfairness]
         work = replace(work, **{name: factor * getattr(work, name)})
     if unfairness == "beta2 0.999":
         work = replace(work, betas=(work.betas[0], 0.999))
-    optimizer = work.adamw(model)
+    optimizer = work.adamw(model, amsgrad=unfairness == "AMSGrad")
+    if unfairness == "Adam with L2":
+        groups = work.parameter_groups(model)
+        return torch.optim.Adam(groups, lr=work.learning_rate, betas=work.betas, eps=work.eps)
     if unfairness == "weight decay on norms":
         optimizer.param_groups[1]["weight_decay"] = work.weight_decay
     return optimizer

@@ -14,6 +14,9 @@ class Group:
         learning_rates: distinct learning rates of the run, in order of first use.
         dtype: dtype of the updated tensors, such as "float32".
         optimizer: class of the optimizer, such as "torch.optim.adamw.AdamW".
+        amsgrad: whether the largest second moment is used (AMSGrad). None if the optimizer does not state it.
+        decoupled_weight_decay: whether weight decay is applied to the weights (AdamW) and not to the gradients (L2). None if the
+            optimizer does not state it.
     """
 
     elements: float
@@ -23,6 +26,8 @@ class Group:
     learning_rates: tuple[float, ...]
     dtype: str
     optimizer: str
+    amsgrad: bool | None = None
+    decoupled_weight_decay: bool | None = None
 
 
 @dataclass(frozen=True)

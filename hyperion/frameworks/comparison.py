@@ -4,6 +4,7 @@ The confidence interval of a result is that of the median over the steps of one 
 launches. Chapter 2.10 compares several launches.
 """
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,24 +16,35 @@ from rich.table import Table
 from hyperion.errors import HyperionError
 from hyperion.figures.style import add_notes, look, new_figure, png, styled
 from hyperion.frameworks.config import GpuPrices
-from hyperion.frameworks.result import Result, read_result
+from hyperion.frameworks.result import UNKNOWN, Result, read_result
 from hyperion.results import Estimate
 from hyperion.results.statistics import independent_ratio_estimate, median_estimate
 
 CAVEAT = "The 95 % intervals cover the steps of one run each. Differences between launches are not in them."
 # A bootstrap interval of the median of fewer samples is too short.
 MIN_STEPS = 5
+_SHOWN = 40  # characters of a value that a difference shows
 _WORK: dict[str, Callable[[Result], object]] = {
     "global batch": lambda result: result.training_config.global_batch_size,
     "sequence length": lambda result: result.training_config.sequence_length,
+    "steps": lambda result: result.training_config.max_steps,
+    "learning rate": lambda result: _rates(result.learning_rates),
     "precision": lambda result: result.precision,
     "data set": lambda result: result.dataset,
 }
-# These values are known only if the run was observed. If both are unknown, they count as equal.
+# These values are known only if the run was observed. An unknown value is no difference: the report says that it is not known.
 _OBSERVED: dict[str, Callable[[Result], object]] = {
     "initial state": lambda result: result.training_config.initial_state_sha256,
     "order of the rows": lambda result: result.training_config.row_order_sha256,
+    "optimizer": lambda result: result.training_config.optimizer,
+    "betas": lambda result: result.training_config.betas,
+    "eps": lambda result: result.training_config.eps,
+    "weight decay": lambda result: result.training_config.weight_decay,
+    "clipping": lambda result: result.training_config.clip_norm,
+    "master dtype": lambda result: result.training_config.master_dtype,
 }
+# Null also if no gradient is reduced, so it is compared, but a null is not reported as unknown.
+_REDUCTION: dict[str, Callable[[Result], object]] = {"reduction dtype": lambda result: result.training_config.reduction_dtype}
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Comparison:
         results: the results, sorted by key.
         rates: tokens per second and GPU of each result.
         differences: differences in work between results of the same model; empty unless the comparison was forced.
+        unknown: for each result with values that are not known, one line with their names.
         verdicts: one sentence for each pair that is compared.
         prices: price of a GPU hour by platform. Without prices, no price of tokens is shown.
     """
@@ -58,6 +71,7 @@ class Comparison:
     results: list[Result]
     rates: list[Estimate]
     differences: list[str]
+    unknown: list[str]
     verdicts: list[str]
     prices: Mapping[str, Price]
 
@@ -109,7 +123,8 @@ def compare_results(results: Sequence[Result], force: bool = False, prices: Mapp
         )
     rates = [_rate(result) for result in ordered]
     verdicts = [line for group in _by_model(ordered).values() for line in _verdicts(group, ordered)]
-    return Comparison(ordered, rates, differences, verdicts, prices or {})
+    unknown = [line for result in ordered if (line := _unknown(result, ordered))]
+    return Comparison(ordered, rates, differences, unknown, verdicts, prices or {})
 
 
 def choose_prices(stated: GpuPrices, source: str, options: Sequence[str]) -> dict[str, Price]:
@@ -202,7 +217,7 @@ def markdown(comparison: Comparison, picture: str) -> str:
     lines += [
         f"- Rates are medians over the timed steps. {CAVEAT}",
         "- A GPU of a result on the platform `cpu` is a rank on a CPU. Such a result only rehearses the scripts.",
-        "- A result from a log was not observed: that its initial state and its rows are those of the others is not known.",
+        *(f"- {line}" for line in comparison.unknown),
     ]
     lines += [f"- {price_note(comparison.prices)}"] if comparison.prices else []
     return "\n".join(lines) + "\n"
@@ -291,16 +306,28 @@ def _by_model(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def _differences(group: Sequence[Result]) -> list[str]:
     lines = []
-    for name, read in (_WORK | _OBSERVED).items():
+    for name, read in (_WORK | _OBSERVED | _REDUCTION).items():
         values: dict[object, list[str]] = defaultdict(list)
         for result in group:
             values[read(result)].append(f"{result.platform} {result.framework} {result.precision}")
-        if name in _OBSERVED:
-            values.pop(None, None)
+        values.pop(None, None)
         if len(values) > 1:
-            parts = [f"{str(value)[:16]} ({', '.join(names)})" for value, names in values.items()]
+            parts = [f"{str(value)[:_SHOWN]} ({', '.join(names)})" for value, names in values.items()]
             lines.append(f"{group[0].model}, {name}: {' / '.join(parts)}")
     return lines
+
+
+def _unknown(result: Result, among: Sequence[Result]) -> str:
+    names = [name for name, read in (_WORK | _OBSERVED).items() if read(result) in (None, UNKNOWN)]
+    return f"{_name(result, among)} does not state these, so they may differ: {', '.join(names)}." if names else ""
+
+
+def _rates(rates: Sequence[float]) -> str:
+    """Return the learning rates of all steps as a text. A log rounds them to seven digits."""
+    rounded = [f"{rate:.6g}" for rate in rates]
+    if len(set(rounded)) == 1:
+        return rounded[0]
+    return f"{len(rates)} rates, sha256 {hashlib.sha256(' '.join(rounded).encode()).hexdigest()[:6]}"
 
 
 def _verdicts(group: Sequence[Result], among: Sequence[Result]) -> list[str]:

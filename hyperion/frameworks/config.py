@@ -205,7 +205,7 @@ class Config:
     """The whole configuration. `version` is the version of the format of config.yaml."""
 
     version: Literal[1] = 1
-    models: tuple[Literal["llama", "qwen"], ...] = ("llama", "qwen")
+    models: Annotated[tuple[Literal["llama", "qwen"], ...], Field(min_length=1)] = ("llama", "qwen")
     dataset: Literal["wikitext-2", "synthetic"] = "wikitext-2"
     training: Training = Training()
     hardware: Hardware = Hardware()

@@ -70,7 +70,7 @@ class RunFacts:
     precision: str
     num_gpus: int
     sequence_length: int
-    micro_batch_size: int = 1
+    micro_batch_size: int
     tensor: int = 1
     pipeline: int = 1
     strategy: str = "unknown"
@@ -143,6 +143,9 @@ def result_of_log(path: Path, facts: RunFacts) -> Result:
     batch = (facts.num_gpus, run.global_batch_size, facts.micro_batch_size)
     if faults := parallelism.faults(*batch, MODELS[facts.model].shape):
         raise _log_error("; ".join(faults), path, "correct the options that describe the run")
+    if facts.skipped_steps >= len(run.times_s):
+        what = f"no step would be timed: {facts.skipped_steps} of {len(run.times_s)} steps are skipped"
+        raise _log_error(what, path, "set benchmark.skip_first_steps in config.yaml to a smaller number")
     training = TrainingConfig(
         max_steps=len(run.times_s),
         global_batch_size=run.global_batch_size,
@@ -166,7 +169,7 @@ def result_of_log(path: Path, facts: RunFacts) -> Result:
         model_info=None,
         parallelism_config=parallelism,
         training_config=training,
-        performance_metrics=derive(run.times_s, min(facts.skipped_steps, len(run.times_s) - 1), training, None),
+        performance_metrics=derive(run.times_s, facts.skipped_steps, training, None),
         step_times=run.times_s,
         loss_values=run.losses,
         learning_rates=run.rates,

@@ -1,6 +1,8 @@
 """Turn the selected combinations into plans: the work, the number of devices and the command of each combination."""
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -10,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import hyperion
 from hyperion.engines import STACKS
-from hyperion.engines.environments import installed_python, why_not_installed
+from hyperion.engines.environments import environment_folder, installed_python, why_not_installed
 from hyperion.engines.external import ENTRIES, why_not_found
 from hyperion.errors import HyperionError
 from hyperion.frameworks.config import DOCUMENTED_GPUS, GPU_COUNTS, MEGATRON_DEEPSPEED, PRIMUS, Config
@@ -42,8 +45,15 @@ _ALIASES = {
     "megatron_deepspeed": "mgds",
 }
 EXTERNAL = {"nemo": "NeMo", "prim": "Primus", "mgds": "Megatron-DeepSpeed"}
-# Weights, gradients and both moments of AdamW in float32.
-_STATE_BYTES_PER_PARAMETER = 16
+# (bytes of a parameter on each device, bytes that the devices divide): weights, gradients and both moments of AdamW in float32.
+# ZeRO-1 and ZeRO-2 also keep a copy of the part of the weights that a device updates, although the weights are float32 already.
+_STATE_BYTES = {
+    "HF Trainer": (16, 0),
+    "hyperion fsdp2": (0, 16),
+    "deepspeed zero-1": (8, 12),
+    "deepspeed zero-2": (4, 16),
+    "deepspeed zero-3": (0, 16),
+}
 _ROCM, _CUDA = "amd", "nvd"
 _SDMA = "HSA_ENABLE_SDMA"
 
@@ -64,7 +74,7 @@ class Plan:
         environment: environment variables of the run.
         skipped_steps: steps that are not timed.
         timeout_s: time limit.
-        machine: names of the devices, and versions of torch, HIP and CUDA.
+        machine: names of the devices, and versions of torch, HIP, CUDA and the packages that train.
         reason: why this combination cannot run here, or "".
     """
 
@@ -108,17 +118,22 @@ def select_frameworks(names: str | Sequence[str], config: Config, extra: Sequenc
         extra: further valid codes.
 
     Raises:
-        HyperionError: a name is unknown. The message lists the valid ones.
+        HyperionError: a name is unknown, the text has no name, or no name is given and no framework is enabled.
     """
-    given, valid = _words(names), (*TITLES, *extra)
+    valid, where = (*TITLES, *extra), "FRAMEWORKS or --frameworks"
+    given = _words(names, where, f"choose from {', '.join(valid)}, or leave it out")
     if not given:
-        return [code for code in TITLES if getattr(config.frameworks, code).enabled]
+        enabled = [code for code in TITLES if getattr(config.frameworks, code).enabled]
+        if not enabled:
+            next_step = "set enabled: true for one of them, or name it with --frameworks"
+            raise HyperionError("no framework is enabled", where="frameworks of config.yaml", next_step=next_step)
+        return enabled
     codes = [_ALIASES.get(name, name) for name in given]
     if unknown := [name for name, code in zip(given, codes, strict=True) if code not in valid]:
         aliases = ", ".join(f"{alias} ({code})" for alias, code in _ALIASES.items())
         raise HyperionError(
             f"no framework is named {', '.join(map(repr, unknown))}",
-            where="FRAMEWORKS or --frameworks",
+            where=where,
             next_step=f"choose from {', '.join(valid)}; other names: {aliases}",
         )
     return list(dict.fromkeys(codes))
@@ -130,13 +145,13 @@ def select_models(names: str | Sequence[str], config: Config) -> list[str]:
     The name "tiny" replaces each selected model by its small version for a CPU.
 
     Raises:
-        HyperionError: a name is unknown. The message lists the valid ones.
+        HyperionError: a name is unknown, or the text has no name. The message lists the valid ones.
     """
-    given = _words(names)
+    choices = f"choose from {', '.join(MODELS)}, or tiny"
+    given = _words(names, "--model", choices)
     tiny, named = "tiny" in given, [name for name in given if name != "tiny"]
     if unknown := [name for name in named if name not in MODELS]:
-        next_step = f"choose from {', '.join(MODELS)}, or tiny"
-        raise HyperionError(f"no model is named {', '.join(map(repr, unknown))}", where="--model", next_step=next_step)
+        raise HyperionError(f"no model is named {', '.join(map(repr, unknown))}", where="--model", next_step=choices)
     models = named or list(config.models)
     return list(dict.fromkeys(f"{family(model)}{TINY}" if tiny else model for model in models))
 
@@ -185,7 +200,8 @@ def resolve(
         environment: environment variables that have precedence over `rocm` of the configuration.
 
     Raises:
-        HyperionError: the preset does not fit the devices and the batch, or there are fewer GPUs than asked for.
+        HyperionError: the preset does not fit the devices and the batch, there are fewer GPUs than asked for, or no step would be
+            timed.
     """
     variables = os.environ if environment is None else environment
     here, settings, training = platform_of(facts), getattr(config.frameworks, framework), config.training
@@ -207,6 +223,12 @@ def resolve(
     command, folder, files, extra = _command(config, framework, model, devices, work, parallelism) if external else _NO_COMMAND
     # The observer reads the gradients in the first half of the steps, which takes time.
     skipped = max(config.benchmark.skip_first_steps, 0 if external else training.steps // 2)
+    if skipped >= training.steps:
+        raise HyperionError(
+            f"no step would be timed: {config.benchmark.skip_first_steps} of {training.steps} steps are skipped",
+            where="benchmark.skip_first_steps",
+            next_step="set a smaller number in config.yaml, or more steps with training.steps or --steps",
+        )
     plan = Plan(
         asked,
         platform,
@@ -222,10 +244,11 @@ def resolve(
         folder,
         files,
         extra | rocm,
-        min(skipped, training.steps - 1),
+        skipped,
         config.benchmark.timeout_s,
         {"devices": sorted({gpu.name for gpu in facts.gpus}) or [facts.cpu.name]}
-        | {name: getattr(facts, name) for name in ("torch", "hip", "cuda")},
+        | {name: getattr(facts, name) for name in ("torch", "hip", "cuda")}
+        | ({"packages": _packages(stack)} if stack in STACKS else {}),
         "",
     )
     return Plan(**{**vars(plan), "reason": _why_not(plan, config, facts, preset)})
@@ -252,8 +275,8 @@ here; next step: --preset identical"
     if not is_tiny(plan.model):
         if platform_of(facts) != plan.platform:
             return f"unavailable: {MODELS[plan.model].title} needs a GPU of platform {plan.asked}; next step: --model tiny"
-        shards = 1 if plan.framework == "tran" or plan.stack == "deepspeed zero-1" else plan.devices
-        needed = _STATE_BYTES_PER_PARAMETER * MODELS[plan.model].parameters / shards
+        whole, divided = _STATE_BYTES[plan.stack]
+        needed = (whole + divided / plan.devices) * MODELS[plan.model].parameters
         if needed > (memory := facts.gpus[0].total_memory_bytes):
             return f"unavailable: weights, gradients and optimizer need {needed / 1e9:.0f} GB on each GPU, which has \
 {memory / 1e9:.0f} GB; next step: use more GPUs with a framework that shards them, or --model tiny"
@@ -285,6 +308,19 @@ def _why_no_command(plan: Plan, config: Config, facts: MachineFacts) -> str:
             return f"unavailable: {fault}; next step: rename the files of frameworks.mgds.data_path"
         return why_not_installed("deepspeed")
     return ""
+
+
+def _packages(stack: str) -> dict[str, str]:
+    """Return the versions of the packages with which a stack trains, and the folder of its own environment, whose name depends on
+    its pinned requirements. A package that is not installed is left out.
+    """
+    entry = STACKS[stack]
+    found = {"environment": environment_folder(entry.environment).name} if entry.environment else {}
+    # transformers defines the model of every stack.
+    for name in sorted({"transformers", *(name.partition(".")[0] for name in entry.packages)}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = hyperion.__version__ if name == "hyperion" else importlib.metadata.version(name)
+    return found
 
 
 def _dataset(config: Config, framework: str) -> str:
@@ -388,9 +424,13 @@ def _flags(options: dict[str, Any], joint: str) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name.replace('_', joint)}", str(value))]
 
 
-def _words(names: str | Sequence[str]) -> list[str]:
+def _words(names: str | Sequence[str], where: str, next_step: str) -> list[str]:
+    """Return the words of a list with commas. An empty text has none, and a text of commas and spaces is an error."""
     parts = [names] if isinstance(names, str) else names
-    return [word.strip().lower() for part in parts for word in part.split(",") if word.strip()]
+    words = [word.strip().lower() for part in parts for word in part.split(",") if word.strip()]
+    if not words and any(parts):
+        raise HyperionError(f"{','.join(parts)!r} contains no name", where=where, next_step=next_step)
+    return words
 
 
 def output_folder(config: Config) -> Path:

@@ -65,7 +65,19 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The work of a run. Hashes identify the initial state and the order of the rows. They are null if not observed."""
+    """The work of a run. A value that was not observed, or that an older file does not contain, is null.
+
+    Args:
+        max_steps, global_batch_size, micro_batch_size, sequence_length, num_gpus: sizes.
+        parallel_strategy: name of the stack or of the preset.
+        gradient_accumulation_steps: micro-batches of a rank in a step.
+        initial_state_sha256, row_order_sha256: hashes that identify the initial state and the order of the rows.
+        optimizer: algorithm, such as "AdamW".
+        betas, eps, weight_decay: options of the optimizer. Norms and biases have no weight decay.
+        clip_norm: limit of the gradient norm.
+        master_dtype: dtype of the weights that the optimizer updates.
+        reduction_dtype: dtype of gradient reductions. It is also null if no gradient is reduced, as on one rank.
+    """
 
     max_steps: Count
     global_batch_size: Count
@@ -76,6 +88,13 @@ class TrainingConfig:
     gradient_accumulation_steps: Count
     initial_state_sha256: str | None = None
     row_order_sha256: str | None = None
+    optimizer: str | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    clip_norm: float | None = None
+    master_dtype: str | None = None
+    reduction_dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hyperion.engines import STACKS, Record, Work
+from hyperion.engines import STACKS, Record, Work, other_settings
 from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
 from hyperion.errors import HyperionError
 from hyperion.frameworks.logs import RunFacts, result_of_log
@@ -30,7 +30,7 @@ from hyperion.frameworks.result import (
     read_result,
     write_result,
 )
-from hyperion.frameworks.shapes import build, count_parameters, is_tiny
+from hyperion.frameworks.shapes import build, count_parameters, count_vector_elements, is_tiny
 from hyperion.hardware import MachineFacts, detect
 from hyperion.units import GB, GIB
 
@@ -129,7 +129,7 @@ class _Works:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self._key, self._work = folder, "", None
+        self.folder, self._key = folder, ""
         self._temporary: tempfile.TemporaryDirectory | None = None
 
     def __enter__(self) -> "_Works":
@@ -138,17 +138,18 @@ class _Works:
     def __exit__(self, *error: object) -> None:
         if self._temporary is not None:
             self._temporary.cleanup()
-            self._temporary = self._work = None
+            self._temporary = None
 
     def work_of(self, plan: Plan) -> Work:
         """Return the work of a plan, and write its files unless those of the previous plan can be used."""
         key = json.dumps([plan.model, plan.dataset, plan.work])
-        if key != self._key or self._work is None:
+        if key != self._key or self._temporary is None:
             self.__exit__()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._temporary = tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-")
-            self._key, self._work = key, _write_work(plan, Path(self._temporary.name))
-        return replace(self._work, dtype=plan.precision, micro_batches=plan.parallelism.gradient_accumulation_steps)
+            _write_work(plan, Path(self._temporary.name))
+            self._key = key
+        return _work_of(plan, Path(self._temporary.name))
 
 
 def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepReporter) -> Result:
@@ -166,7 +167,8 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
     """Return the result of an observed run. Its values about the training are those that the observer read.
 
     Raises:
-        HyperionError: the number of steps or ranks is wrong, the learning rate changed, or the run read other rows.
+        HyperionError: the number of steps or ranks is wrong, the run read other rows, or its optimizer, clipping or dtypes are
+            not those of the plan.
     """
     rates = sorted({rate for group in record.groups for rate in group.learning_rates})
     steps = plan.work["steps"]
@@ -181,6 +183,11 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
         seen = f"counted {record.counted_tokens} tokens instead of {steps * batch * length}"
         seen += f", and read other rows in step {other[0]}" if other else ""
         raise HyperionError(f"the run {seen}", where=plan.stack, next_step="correct the adapter")
+    work = _work_of(plan, Path())
+    undecayed = count_vector_elements(plan.model) if work.weight_decay else count_parameters(plan.model)[0]
+    if other := other_settings(work, record, undecayed):
+        what = f"the work is not that of the plan: {'; '.join(map(str, other))}"
+        raise HyperionError(what, where=plan.stack, next_step="correct the adapter")
     device = detect(facts)
     training = TrainingConfig(
         max_steps=steps,
@@ -190,6 +197,14 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
         gradient_accumulation_steps=plan.parallelism.gradient_accumulation_steps,
         initial_state_sha256=record.initial_sha256,
         row_order_sha256=hashlib.sha256(json.dumps(record.rows).encode()).hexdigest(),
+        optimizer="AdamW",
+        betas=work.betas,
+        eps=work.eps,
+        weight_decay=work.weight_decay,
+        clip_norm=work.clip_norm,
+        master_dtype=record.groups[0].dtype,
+        # Other reductions, such as those of flags, are small: `other_settings` refuses gradients in another format.
+        reduction_dtype=max(record.reduced, key=lambda name: record.reduced[name], default=None),
     )
     method = "peak resident memory of a rank's process" if plan.platform == "cpu" else "torch.cuda.max_memory_allocated of a rank"
     method = method if record.peak_memory_gib else f"not measured: {record.unreadable.get('peak_memory_gib', 'no reading')}"
@@ -227,7 +242,7 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
     )
 
 
-def _write_work(plan: Plan, folder: Path) -> Work:
+def _write_work(plan: Plan, folder: Path) -> None:
     """Write the initial state and the token file. They depend only on the plan, so all frameworks get equal files."""
     import numpy as np
     import torch
@@ -236,9 +251,9 @@ def _write_work(plan: Plan, folder: Path) -> Work:
     from hyperion.data import load_tokenizer, load_wikitext2
     from hyperion.engines.work import distinct_rows, write_work_folder
 
-    options, source = plan.work, "synthetic" if plan.dataset == "synthetic" else "auto"
+    work, source = _work_of(plan, folder), "synthetic" if plan.dataset == "synthetic" else "auto"
     corpus = load_wikitext2(source, allow_synthetic=plan.dataset == "synthetic")
-    rows, length = options["steps"] * options["global_batch_size"], options["sequence_length"]
+    rows, length = work.steps * work.batch_size, work.sequence_length
     if is_tiny(plan.model):
         stream = np.frombuffer("".join(corpus.splits["train"]).encode(), np.uint8)
     else:
@@ -247,19 +262,26 @@ def _write_work(plan: Plan, folder: Path) -> Work:
     epochs = min(length + 1, 1 + 2 * rows * (length + 1) // len(stream))
     stream = np.concatenate([stream[epoch:] for epoch in range(epochs)])
     disable_progress_bar()  # not useful, because a single file is written
-    torch.manual_seed(options["seed"])
+    torch.manual_seed(plan.work["seed"])
     model = build(plan.model)  # on the CPU, so that all machines have the same state
     write_work_folder(folder, model, distinct_rows(stream, rows, length))
+
+
+def _work_of(plan: Plan, folder: Path) -> Work:
+    """Return the work of a plan whose files are in this folder."""
+    options = plan.work
     return Work(
         str(folder),
         options["steps"],
         options["global_batch_size"],
-        length,
+        options["sequence_length"],
+        dtype=plan.precision,
         learning_rate=options["learning_rate"],
         betas=(options["beta1"], options["beta2"]),
         eps=options["eps"],
         weight_decay=options["weight_decay"],
         clip_norm=options["clip_norm"],
+        micro_batches=plan.parallelism.gradient_accumulation_steps,
         timed=True,
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hyperion.models.llama import LlamaShape
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -76,8 +77,17 @@ def build(model: str) -> "PreTrainedModel":
 
 def count_parameters(model: str) -> tuple[int, int]:
     """Return (all parameters, trainable parameters) of the built model. No memory is allocated for its weights."""
+    parameters = _parameters(model)
+    return sum(item.numel() for item in parameters), sum(item.numel() for item in parameters if item.requires_grad)
+
+
+def count_vector_elements(model: str) -> int:
+    """Return the number of elements in norms and biases, which are trained without weight decay."""
+    return sum(item.numel() for item in _parameters(model) if item.ndim < 2)
+
+
+def _parameters(model: str) -> "list[Parameter]":
     import torch
 
     with torch.device("meta"):
-        parameters = list(build(model).parameters())
-    return sum(item.numel() for item in parameters), sum(item.numel() for item in parameters if item.requires_grad)
+        return list(build(model).parameters())

@@ -32,7 +32,13 @@ _SUFFIXES = {
     **dict.fromkeys((".mk",), (BUILD, "make")),
     **dict.fromkeys((".yaml", ".yml"), (BUILD, "yaml")),
 }
-_NAMES = {"Dockerfile": (BUILD, "docker"), "Makefile": (BUILD, "make"), "CMakeLists.txt": (BUILD, "cmake")}
+_NAMES = {
+    "Dockerfile": (BUILD, "docker"),
+    "Makefile": (BUILD, "make"),
+    "CMakeLists.txt": (BUILD, "cmake"),
+    "pyproject.toml": (BUILD, "toml"),
+    "setup.cfg": (BUILD, "ini"),
+}
 _REQUIREMENTS = re.compile(r"requirements.*\.txt")
 _LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", "build", "dist"}
 _LARGEST_BYTES = 4 << 20
@@ -41,7 +47,9 @@ _PROSE_CALLS = {"print", "warn", "warning", "info", "debug", "error", "exception
 _PROSE_ARGUMENTS = {"help", "description", "epilog", "reason", "message", "msg", "title", "label"}
 _LONGEST_LINE = 2000  # longer lines are generated code; some patterns take time quadratic in the length
 _CUDA_SOURCE = re.compile(r"__global__|__device__|^\s*#\s*include\s*[<\"]", re.MULTILINE)
-_BUILD_PROSE = re.compile(r"^\s*@?(?:echo|printf)\b(?![^\n]*>>?\s*\S).*|\bmessage\s*\(.*|^\s*-?\s*name:.*", re.IGNORECASE)
+_BUILD_PROSE = re.compile(
+    r"^\s*@?(?:echo|printf)\b(?![^\n]*>>?\s*\S).*|\bmessage\s*\(.*|^\s*-?\s*name:.*|^\s*(?:name|description)\s+=.*", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,32 @@ def test_the_clean_twin_is_equal_work(tiny_work, tmp_path, reference, shifted):
     assert record.losses == reference.losses
 
 
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({}, None),
+        ({"amsgrad": None, "decoupled_weight_decay": None}, None),  # a record of an earlier version
+        ({"optimizer": "torch.optim.adam.Adam"}, None),  # its option says that the decay is decoupled
+        ({"optimizer": "torch.optim.adam.Adam", "decoupled_weight_decay": None}, "torch.optim.adam.Adam of unknown weight decay"),
+        ({"decoupled_weight_decay": False}, "torch.optim.adamw.AdamW with L2 in the gradient"),
+        ({"optimizer": "deepspeed.ops.adam.fused_adam.FusedAdam"}, None),
+        ({"optimizer": "torch.optim.sgd.SGD"}, "torch.optim.sgd.SGD"),
+        ({"amsgrad": True}, "torch.optim.adamw.AdamW with AMSGrad"),
+    ],
+)
+def test_other_implementations_of_the_optimizer_are_equal_and_other_algorithms_are_not(changes, seen, tiny_work, reference):
+    record = replace(reference, groups=[replace(group, **changes) for group in reference.groups])
+    found = [str(difference) for difference in unequal(tiny_work, record, reference)]
+    assert found == ([] if seen is None else [f"optimizer: {seen} instead of AdamW"])
+
+
+def test_a_norm_that_was_not_measured_in_a_later_step_is_no_difference(tiny_work, reference):
+    record = replace(reference, norms=[*reference.norms[:2], None, None])
+    assert unequal(tiny_work, record, reference) == []
+    (found,) = unequal(tiny_work, replace(record, norms=[*reference.norms[:2], None, 1e-3]), reference)
+    assert str(found).startswith("later gradients: norm 0.001 in step 4")
+
+
 def test_equal_work_with_other_rounding_is_accepted(tiny_work, tmp_path, reference, shifted):
     whole = replace(tiny_work, micro_batches=1)
     record = observed(whole, tmp_path, plain.train, fused=True, foreach=False)
@@ -64,6 +90,7 @@ def test_the_record_states_what_the_run_did(tiny_work, reference):
     model = tiny_work.load_model()
     assert decayed.elements == sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert others.elements == sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert decayed.amsgrad is False and decayed.decoupled_weight_decay is True
     assert decayed.dtype == "float32" and decayed.betas == (0.9, 0.95) and decayed.learning_rates == (1e-3,)
     assert all(norm <= 1.0001 for norm in reference.clipped_norms) and reference.norms[0] > 1
     assert reference.reduced == {}

@@ -14,7 +14,9 @@ from hyperion.hardware.facts import GpuFacts, collect_facts
 def result(step_s: float = 0.5, steps: int = 20, jitter: float = 0.01, **changes: Any) -> Result:
     """A result of 8 GPUs whose step times alternate around `step_s`. `changes` are fields of the result or of its training."""
     times = tuple(step_s * (1 + jitter * (-1) ** step) for step in range(steps))
-    training = TrainingConfig(steps, 64, 1, 2048, 8, "strategy", 8, "initial", "rows")
+    training = TrainingConfig(
+        steps, 64, 1, 2048, 8, "strategy", 8, "initial", "rows", "AdamW", (0.9, 0.95), 1e-8, 0.1, 1.0, "float32"
+    )
     training = replace(training, **{name: changes.pop(name) for name in list(changes) if name in vars(training)})
     division = Parallelism("identical", 1, 1, training.num_gpus, training.gradient_accumulation_steps)
     values: dict[str, Any] = {
@@ -23,6 +25,7 @@ def result(step_s: float = 0.5, steps: int = 20, jitter: float = 0.01, **changes
         "model": "llama",
         "dataset": "wikitext-2",
         "precision": "bf16",
+        "learning_rates": (3e-4,) * steps,
         **changes,
     }
     return Result(
@@ -36,7 +39,6 @@ def result(step_s: float = 0.5, steps: int = 20, jitter: float = 0.01, **changes
         performance_metrics=derive(times, 1, training, 304),
         step_times=times,
         loss_values=tuple(11.0 - 0.1 * step for step in range(steps)),
-        learning_rates=(3e-4,) * steps,
         memory_metrics=MemoryMetrics("synthetic", peak_memory_allocated_gb=100.0),
         **values,
     )

@@ -109,6 +109,13 @@ def test_compare_shows_the_price_of_tokens_only_if_the_user_states_prices(tmp_pa
 def test_extract_validate_and_migrate(tmp_path):
     options = ["--framework", "prim", "--platform", "amd", "--model", "llama", "--num-gpus", "8", "--sequence-length", "2048"]
     done = command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path))
+    assert done.exit_code == 2 and "--micro-batch-size" in done.output and not list(tmp_path.iterdir())
+    options += ["--micro-batch-size", "2"]
+    done = command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path))
+    unstated = read_result(tmp_path / "train_amd_prim_llama_unknown_unknown.json")
+    assert done.exit_code == 0 and (unstated.dataset, unstated.precision) == ("unknown", "unknown")
+    options += ["--dataset", "mock", "--precision", "bf16"]
+    done = command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path))
     file = tmp_path / "train_amd_prim_llama_mock.json"
     assert done.exit_code == 0 and file.is_file()
     assert command("validate", str(file)).exit_code == 0

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,15 @@ def test_two_files_of_one_combination_are_refused(tmp_path):
         ({"dataset": "mock"}, "data set: "),
         ({"initial_state_sha256": "other"}, "initial state: "),
         ({"row_order_sha256": "other"}, "order of the rows: "),
+        ({"steps": 10}, "steps: 10 (amd deep bf16) / 20 (amd tran bf16)"),
+        ({"learning_rates": (3e-3,) * 20}, "learning rate: 0.003 (amd deep bf16) / 0.0003"),
+        ({"learning_rates": (3e-4,) * 19 + (2e-4,)}, "learning rate: 20 rates, sha256 "),
+        ({"optimizer": "SGD"}, "optimizer: SGD (amd deep bf16) / AdamW"),
+        ({"betas": (0.5, 0.999)}, "betas: (0.5, 0.999) (amd deep bf16) / (0.9, 0.95)"),
+        ({"eps": 1e-6}, "eps: 1e-06 (amd deep bf16) / 1e-08"),
+        ({"weight_decay": 0.0}, "weight decay: 0.0 (amd deep bf16) / 0.1"),
+        ({"clip_norm": 1e6}, "clipping: 1000000.0 (amd deep bf16) / 1.0"),
+        ({"master_dtype": "bfloat16"}, "master dtype: bfloat16 (amd deep bf16) / float32"),
     ],
 )
 def test_unequal_work_is_refused_unless_forced(changes, said):
@@ -103,6 +113,24 @@ def test_unequal_work_is_refused_unless_forced(changes, said):
     assert said in error.value.what and "--force" in (error.value.next_step or "")
     forced = compare_results(pair, force=True)
     assert said in forced.differences[0] and "**Forced" in markdown(forced, "compare.png")
+
+
+def test_reductions_in_other_formats_are_refused_and_a_run_without_reductions_is_not():
+    one_rank, other, third = result(), result(framework="deep", reduction_dtype="float32"), result(framework="fsdp")
+    assert compare_results([one_rank, other, third]).differences == []
+    third = result(framework="fsdp", reduction_dtype="bfloat16")
+    with pytest.raises(HyperionError, match=r"reduction dtype: float32 \(amd deep bf16\) / bfloat16 \(amd fsdp bf16\)"):
+        compare_results([one_rank, other, third])
+
+
+def test_values_that_a_file_does_not_state_are_named():
+    comparison = compare_results([result(), result(framework="deep", optimizer=None, betas=None)])
+    (line,) = comparison.unknown
+    assert line == "amd deep llama does not state these, so they may differ: optimizer, betas."
+    assert f"- {line}" in markdown(comparison, "x.png")
+    labels: dict[str, Any] = {"dataset": "unknown", "precision": "unknown"}
+    lines = compare_results([result(**labels), result(framework="deep", **labels)]).unknown
+    assert len(lines) == 2 and all("may differ: precision, data set." in line for line in lines)
 
 
 def test_two_results_of_one_framework_have_different_names():
@@ -137,7 +165,7 @@ def test_report_and_picture_show_every_combination():
 def test_the_price_of_tokens_is_that_of_a_hand_calculation():
     # Steps of 64 x 2048 tokens on 8 GPUs take 0.495, 0.505, 0.495, … s. With 0.5 s, these are 943.7184 million tokens per hour.
     # 8 GPUs cost 16 per hour, and 16 / 943.7184 = 0.016954. 0.495 s give 0.99 of this, 0.0167847, and 0.505 s 1.01, 0.017124.
-    results = [result(steps=21), result(platform="nvd"), result(framework="deep", steps=21)]
+    results = [result(steps=21), result(platform="nvd", steps=21), result(framework="deep", steps=21)]
     report = markdown(compare_results(results, prices={"amd": Price(2.0, "list price, USD")}), "x.png")
     cells = {
         line.split("|")[1].split()[1]: line.split("|")[4].strip() for line in report.splitlines() if line.startswith("| amd")

@@ -146,6 +146,7 @@ def test_the_shipped_file_states_every_key_with_its_default():
         ("training: {learning_rate: 3e-4}", "config.training.learning_rate must be a valid number, not '3e-4'"),
         ("frameworks: {deep: {zero_stage: 4}}", "config.frameworks.deep.zero_stage"),
         ("models: [llama]\nmodels: [qwen]", "the key 'models' occurs twice"),
+        ("models: []", "config.models must have at least 1 item"),
         ("a: &x 1\nb: *x", "aliases"),
         ("version: 2", "config.version"),
         ("comparison: {report: sub/report.md}", "config.comparison.report must match pattern"),

@@ -18,8 +18,8 @@ TEXTS = {path.stem: path.read_text() for path in LOGS.glob("*.log")}
 GB = 2**30 / 1e9
 
 
-def facts(framework: str = "prim", num_gpus: int = 8, sequence_length: int = 2048, **others) -> RunFacts:
-    return RunFacts(framework, "amd", "llama", "mock", "bf16", num_gpus, sequence_length, **others)
+def facts(framework: str = "prim", num_gpus: int = 8, sequence_length: int = 2048, micro: int = 1, **others) -> RunFacts:
+    return RunFacts(framework, "amd", "llama", "mock", "bf16", num_gpus, sequence_length, micro, **others)
 
 
 def test_a_log_of_primus():
@@ -44,7 +44,7 @@ def test_a_log_of_megatron_deepspeed():
 
 
 def test_the_result_of_a_log(tmp_path):
-    made = result_of_log(LOGS / "primus.log", facts(tensor=2, micro_batch_size=2, strategy="balanced"))
+    made = result_of_log(LOGS / "primus.log", facts(tensor=2, micro=2, strategy="balanced"))
     assert made.key == ("amd", "prim", "llama", "mock", "bf16") and made.source == "log"
     assert made.model_info is None  # the log states no number of parameters
     assert made.source_log_file == "primus.log" and made.training_config.initial_state_sha256 is None
@@ -68,7 +68,9 @@ def test_facts_that_contradict_the_log_are_refused():
     with pytest.raises(ResultError, match="TP 1 x PP 3"):
         result_of_log(LOGS / "primus.log", facts(pipeline=3))
     with pytest.raises(ResultError, match="not the global batch of 128"):
-        result_of_log(LOGS / "primus.log", facts(micro_batch_size=3))
+        result_of_log(LOGS / "primus.log", facts(micro=3))
+    with pytest.raises(ResultError, match="no step would be timed: 3 of 3 steps are skipped"):
+        result_of_log(LOGS / "primus.log", facts(skipped_steps=3))
     with pytest.raises(ResultError, match="dataset must consist of"):
         result_of_log(LOGS / "primus.log", replace(facts(), dataset="../mock"))
     with pytest.raises(ResultError, match="cannot be read"):

@@ -1,15 +1,16 @@
 """Plans: which combinations are selected, on how many devices, with which division, and why one cannot run."""
 
+import importlib.metadata
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.engines import STACKS
+from hyperion.engines import STACKS, environments
 from hyperion.errors import HyperionError
 from hyperion.frameworks import plan as plans
-from hyperion.frameworks.config import Config, Frameworks, Hardware, Paths, Settings, Strategy
+from hyperion.frameworks.config import Benchmark, Config, Frameworks, Hardware, Paths, Settings, Strategy
 from hyperion.frameworks.parallelism import PRESETS, Parallelism, Preset, divide
 from hyperion.frameworks.plan import EXTERNAL, TITLES, asked_platform, resolve, select_frameworks, select_models
 from hyperion.frameworks.shapes import MODELS
@@ -37,7 +38,12 @@ def test_frameworks_are_selected_by_code_or_alias(names, codes):
 
 @given(st.lists(st.sampled_from([*TITLES, "hf", "zero", "primus", "", " "])))
 def test_a_selection_has_no_repetition_and_keeps_the_order(names):
-    codes = select_frameworks(",".join(names), Config())
+    text = ",".join(names)
+    if text and not text.strip(" ,"):
+        with pytest.raises(HyperionError, match="contains no name"):
+            select_frameworks(text, Config())
+        return
+    codes = select_frameworks(text, Config())
     assert len(set(codes)) == len(codes) and set(codes) <= set(TITLES)
 
 
@@ -48,6 +54,29 @@ def test_an_unknown_framework_or_model_is_an_error_that_lists_the_valid_ones():
     with pytest.raises(HyperionError, match="no model is named 'lama'") as error:
         select_models(["lama"], Config())
     assert "qwen_tiny" in (error.value.next_step or "")
+
+
+def test_a_selection_of_nothing_is_refused():
+    for select, where in ((select_frameworks, "FRAMEWORKS or --frameworks"), (select_models, "--model")):
+        with pytest.raises(HyperionError, match="' , ' contains no name") as error:
+            select(" , ", Config())
+        assert error.value.where == where and "choose from" in (error.value.next_step or "")
+    disabled = Frameworks(**{code: replace(getattr(Frameworks(), code), enabled=False) for code in TITLES})
+    with pytest.raises(HyperionError, match="no framework is enabled"):
+        select_frameworks("", Config(frameworks=disabled))
+
+
+@pytest.mark.parametrize("framework", ["tran", "prim"])
+def test_skipping_all_steps_is_refused(framework):
+    for skipped, steps in ((50, 50), (99, 50)):
+        config = Config(
+            benchmark=replace(Benchmark(), skip_first_steps=skipped), training=replace(Config().training, steps=steps)
+        )
+        with pytest.raises(HyperionError, match=f"no step would be timed: {skipped} of 50 steps are skipped") as error:
+            planned(framework, config=config)
+        assert error.value.where == "benchmark.skip_first_steps"
+    config = Config(benchmark=replace(Benchmark(), skip_first_steps=49))
+    assert planned(framework, config=config).skipped_steps == 49
 
 
 def test_models_are_selected_and_tiny_replaces_them():
@@ -100,6 +129,18 @@ def test_a_model_that_does_not_fit_is_not_started():
     assert "need 128 GB on each GPU, which has 80 GB" in planned("deep", facts=small).reason
     assert "need 128 GB" in planned("tran", facts=machine("amd", 8, 80 * 10**9)).reason  # each rank has a whole copy
     assert planned("fsdp", facts=machine("amd", 8, 80 * 10**9)).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpus", "needed"),
+    # Llama has 8.03 · 10^9 parameters: 8 + 12/8 = 9.5 bytes, 4 + 16/8 = 6, 16/8 = 2; on one device 20, 20 and 16.
+    [(1, 8, 76), (2, 8, 48), (3, 8, 16), (1, 1, 161), (2, 1, 161), (3, 1, 128)],
+)
+def test_each_zero_stage_divides_only_its_share(stage, gpus, needed):
+    config = Config(frameworks=replace(Frameworks(), deep=replace(Frameworks().deep, zero_stage=stage)))
+    small, large = (machine("amd", gpus, memory * 10**9) for memory in (needed - 1, needed + 1))
+    assert f"need {needed} GB on each GPU, which has {needed - 1} GB" in planned("deep", facts=small, config=config).reason
+    assert "GB on each GPU" not in planned("deep", facts=large, config=config).reason
 
 
 def test_settings_of_rocm_are_applied_on_rocm_only_and_the_shell_has_precedence():
@@ -206,6 +247,24 @@ def test_the_digest_depends_on_the_machine_and_the_folder(tmp_path):
     others = [replace(facts, torch="0.1"), replace(facts, hip="0.1"), other_gpus]
     assert len({planned(facts=one).digest for one in (facts, *others)}) == 4
     assert planned("prim", config=primus(tmp_path)).digest != planned("prim", config=primus(tmp_path / "other")).digest
+
+
+@pytest.mark.parametrize(("framework", "package"), [("tran", "transformers"), ("tran", "accelerate"), ("deep", "transformers")])
+def test_the_digest_depends_on_the_versions_of_the_packages(framework, package, monkeypatch):
+    facts, read = machine("amd", 8), importlib.metadata.version
+    before = planned(framework, facts=facts).digest
+    assert planned(framework, facts=facts).digest == before
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1" if name == package else read(name))
+    assert planned(framework, facts=facts).digest != before
+
+
+def test_the_digest_depends_on_the_version_of_an_environment_of_its_own(monkeypatch):
+    facts = machine("amd", 8)
+    before = {name: planned(name, facts=facts).digest for name in ("tran", "deep")}
+    other = replace(environments.ENVIRONMENTS["deepspeed"], requirements=("deepspeed==0.1",))
+    monkeypatch.setitem(environments.ENVIRONMENTS, "deepspeed", other)
+    after = {name: planned(name, facts=facts).digest for name in before}
+    assert after["tran"] == before["tran"] and after["deep"] != before["deep"]
 
 
 def test_the_command_of_megatron_deepspeed(tmp_path, monkeypatch):

@@ -157,6 +157,15 @@ def test_an_older_file_is_migrated_with_what_it_states_and_nothing_else(tmp_path
     assert migrate(written) == new  # a file of the present form stays as it is
 
 
+def test_a_file_without_the_settings_of_the_optimizer_is_read_and_they_are_unknown(tmp_path):
+    document = json.loads(json.dumps(asdict(result())))
+    settings = ("optimizer", "betas", "eps", "weight_decay", "clip_norm", "master_dtype", "reduction_dtype")
+    for name in settings:
+        del document["training_config"][name]
+    training = parse_result(document, "file.json").training_config
+    assert [getattr(training, name) for name in settings] == [None] * len(settings)
+
+
 def test_the_name_of_an_older_file_states_a_tiny_model(tmp_path):
     path = tmp_path / "train_nvd_tran_llama_tiny.json"
     path.write_text(json.dumps(OLD | {"parallelism": {}}))

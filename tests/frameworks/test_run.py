@@ -21,6 +21,8 @@ from hyperion.processes import JobError, process_group
 from tests.frameworks.results import machine
 
 CPU = machine("cpu")
+CODES = {"HF Trainer": "tran", "hyperion fsdp2": "fsdp"}
+ADAMW = "torch.optim.adamw.AdamW"
 
 
 def plan(framework: str, model: str = "llama_tiny", config: Config | None = None, facts=CPU) -> Plan:
@@ -29,18 +31,13 @@ def plan(framework: str, model: str = "llama_tiny", config: Config | None = None
 
 def record(plan: Plan, **changes) -> Record:
     steps = plan.work["steps"]
-    group = Group(1.0, 0.1, (0.9, 0.95), 1e-8, (3e-4,), "float32", "AdamW")
+    decayed = Group(139_264.0, 0.1, (0.9, 0.95), 1e-8, (plan.work["learning_rate"],), "float32", ADAMW)
+    groups = [decayed, replace(decayed, elements=320.0, weight_decay=0.0)]
     values = {"stack": plan.stack, "ranks": plan.devices, "versions": {"torch": "2"}, "engine": "E", "device": "D"}
     values |= {"losses": [5.0] * steps, "norms": [1.0] * steps, "clipped_norms": [1.0] * steps, "step_times_s": [0.5] * steps}
     batch, length = plan.work["global_batch_size"], plan.work["sequence_length"]
     rows = [list(range(step * batch, (step + 1) * batch)) for step in range(steps)]
-    values |= {
-        "initial_sha256": "state",
-        "rows": rows,
-        "counted_tokens": steps * batch * length,
-        "groups": [group],
-        "reduced": {},
-    }
+    values |= {"initial_sha256": "state", "rows": rows, "counted_tokens": steps * batch * length, "groups": groups, "reduced": {}}
     return Record(**(values | {"optimizer_steps": steps, "peak_memory_gib": 2.0} | changes))
 
 
@@ -57,10 +54,10 @@ def launched(monkeypatch):
         on_step(1, 5.0)
         if stack.name in failing:
             raise failing[stack.name]
-        return record(next(one for one in (plan("tran"), plan("fsdp")) if one.stack == stack.name))
+        return record(replace(plan(CODES[stack.name]), work=plan("tran").work | {"learning_rate": work.learning_rate}))
 
     monkeypatch.setattr(runs, "launch", launch)
-    monkeypatch.setattr(runs, "_write_work", lambda plan, folder: runs.Work(str(folder), 50, 16, 32))
+    monkeypatch.setattr(runs, "_write_work", lambda plan, folder: None)
     launch.names, launch.failing = names, failing  # type: ignore[attr-defined]
     return launch
 
@@ -153,7 +150,8 @@ def test_a_finished_run_is_resumed_and_other_settings_run_again(launched, tmp_pa
     (again,) = run_plans([plan("tran")], tmp_path, CPU)
     assert again.state == "finished before" and again.result and launched.names == ["HF Trainer"] and exit_code([again]) == 0
     other = replace(Config(), training=replace(Config().training, learning_rate=1e-4))
-    assert [outcome.state for outcome in run_plans([plan("tran", config=other)], tmp_path, CPU)] != ["finished before"]
+    (changed,) = run_plans([plan("tran", config=other)], tmp_path, CPU)
+    assert changed.state == "trained" and changed.result and changed.result.learning_rates == (1e-4,) * 50
     list(run_plans([plan("tran")], tmp_path, CPU, again=True))
     file = tmp_path / "train_cpu_tran_llama_tiny.json"
     file.write_text(file.read_text()[:-40])
@@ -183,6 +181,42 @@ def test_a_record_of_other_work_has_no_result(changes, said, launched, tmp_path,
     monkeypatch.setattr(runs, "launch", lambda *args, **others: record(plan("tran"), **changes))
     (outcome,) = run_plans([plan("tran")], tmp_path, CPU)
     assert outcome.failed and said in outcome.state and not list(tmp_path.glob("*.json"))
+
+
+def grouped(**changes) -> dict:
+    """Changes of a record: its parameter groups with other options."""
+    return {"groups": [replace(group, **changes) for group in record(plan("tran")).groups]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (grouped(optimizer="torch.optim.sgd.SGD"), "optimizer: torch.optim.sgd.SGD instead of AdamW"),
+        (grouped(learning_rates=(3.0,)), "learning rate: 3 instead of 0.0003"),
+        (grouped(betas=(0.5, 0.999)), "betas: 0.5, 0.999 instead of 0.9, 0.95"),
+        (grouped(eps=1e-6), "eps: 1e-06 instead of 1e-08"),
+        (grouped(weight_decay=0.0), "weight decay: none instead of 0.1"),
+        (grouped(weight_decay=0.1), "decay on norms: 0 elements without decay instead of 320"),
+        (grouped(dtype="bfloat16"), "master dtype: bfloat16 instead of float32"),
+        ({"groups": []}, "rates [] instead of 50 steps on 2 ranks with one learning rate"),
+        ({"norms": [5.0] * 50, "clipped_norms": [5.0] * 50}, "gradient clipping: norm 5 at the optimizer in 50 steps"),
+        ({"norms": [5.0] * 50, "clipped_norms": [0.5] * 50}, "gradient clipping: gradients scaled to 0.5"),
+        ({"reduced": {"bfloat16": 139_584}}, "reduction dtype: bfloat16 instead of float32"),
+    ],
+)
+def test_a_record_of_other_settings_has_no_result(changes, said, launched, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "launch", lambda *args, **others: record(plan("tran"), **changes))
+    (outcome,) = run_plans([plan("tran")], tmp_path, CPU)
+    assert outcome.failed and said in outcome.state and not list(tmp_path.glob("*.json"))
+
+
+def test_the_settings_that_were_observed_are_in_the_file(launched, tmp_path, monkeypatch):
+    reduced = {"float32": 139_584, "int64": 1}
+    monkeypatch.setattr(runs, "launch", lambda *args, **others: record(plan("tran"), reduced=reduced))
+    (outcome,) = run_plans([plan("tran")], tmp_path, CPU)
+    training = read_result(tmp_path / outcome.plan.file_name).training_config
+    assert (training.optimizer, training.betas, training.eps, training.weight_decay) == ("AdamW", (0.9, 0.95), 1e-8, 0.1)
+    assert (training.clip_norm, training.master_dtype, training.reduction_dtype) == (1.0, "float32", "float32")
 
 
 def primus(tmp_path: Path, script: str, steps: int = 3) -> Plan:

@@ -83,7 +83,7 @@ def run(context: Context, report: Report) -> Result:
     times: dict[str, list[float]] = {}
     for name in options.stacks:
         runs = records.get(name, [])
-        reason = outcomes[name].reason if name in outcomes else _refusal(work, runs, plain[0])
+        reason = outcomes[name].reason if name in outcomes else _refusal(work, runs, plain[0], tolerance)
         if reason:
             params = _params(context, options, stack_named(name))
             rows.append(context.absent_row(name, "step_time_s", reason[:2000], dtype=options.dtype, params=params))
@@ -134,10 +134,14 @@ def _launch(
     return record
 
 
-def _refusal(work: Work, runs: Sequence[Record], reference: Record) -> str:
+def _refusal(work: Work, runs: Sequence[Record], reference: Record, tolerance: float) -> str:
+    """Return why these runs are neither timed nor ranked, or ""."""
     for number, record in enumerate(runs, 1):
         if differences := unequal(work, record, reference):
             return f"refused, the work of launch {number} is not equal: " + "; ".join(map(str, differences))
+        if (difference := loss_difference(record, reference)) > tolerance:
+            seen = f"its losses differ from those of the plain loop by {difference:.3g} nats"
+            return f"refused, the work of launch {number} is not equal: {seen}, more than the {tolerance:.3g} of rounding"
     return ""
 
 
@@ -202,7 +206,8 @@ def _mfu_row(
 def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: dict[str, list[float]], source: str) -> list[Row]:
     """Return two rows for each framework: how many others are faster, and its speed relative to the plain loop.
 
-    The relative speed is computed from pairs of launches. The plain loop has only the first row.
+    The relative speed is computed from pairs of launches. The plain loop has only the first row. If it is refused, no framework
+    has the second.
     """
     tokens = options.batch_size * options.sequence_length
     rates = {name: median_estimate(values).map(lambda seconds: tokens / seconds) for name, values in times.items()}
@@ -212,7 +217,7 @@ def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: di
         shared: dict[str, Any] = {"dtype": options.dtype, "data_source": source}
         place = params | {"what": FASTER, "ties": sum(other == faster for other in ranking(rates).values()) - 1}
         rows.append(context.row(name, "count", faster, params=place, **shared))
-        if name != PLAIN:
+        if name != PLAIN and PLAIN in times:
             ratio = ratio_estimate(times[name], times[PLAIN])
             why = "no limit: how far the plain loop stays below its own limit is not bounded"
             rows.append(context.row(name, "rate_ratio", ratio, params=params | {"what": RATIO}, limit_source=why, **shared))

@@ -1,5 +1,6 @@
 """The experiments on frameworks at toy sizes. The plain loop in this process, with or without a fault, replaces launches."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,35 @@ def test_speed_is_measured_for_equal_work_only(tmp_path, in_this_process):
     assert rates["plain loop"] == pytest.approx(64 / times["plain loop"].value)
     assert by_params(result.rows, "rate_ratio", what=RATIO).keys() == {"hyperion"}
     assert by_params(result.rows, "count", what=FASTER).keys() == {"plain loop", "hyperion"}
+
+
+def test_a_framework_with_other_losses_is_not_ranked(tmp_path, in_this_process, monkeypatch):
+    def drifting(stack: Stack, *arguments, **options) -> Record:
+        record = launched(stack, *arguments, **options)
+        later = 1e-3 if stack.name == "accelerate" else 0.0
+        return replace(record, losses=[*record.losses[:-1], record.losses[-1] + later])
+
+    monkeypatch.setattr(framework_speed, "launch", drifting)
+    sizes = SIZES | {"stacks": ["plain loop", "hyperion", "accelerate"], "launches": 2, "steps": 6}
+    rows = perform(toy_context("framework_speed", sizes, tmp_path), tmp_path).rows
+    (refused,) = [row for row in rows if row.variant == "accelerate"]
+    assert refused.metric == "step_time_s" and refused.value is None
+    assert "launch 1 is not equal: its losses differ from those of the plain loop by 0.001 nats" in refused.value_reason
+    assert by_params(rows, "rate_ratio", what=RATIO).keys() == {"hyperion"}
+    assert by_params(rows, "count", what=FASTER).keys() == {"plain loop", "hyperion"}
+
+
+def test_without_times_of_the_plain_loop_there_is_no_ratio(tmp_path, in_this_process, monkeypatch):
+    def drifting(stack: Stack, *arguments, **options) -> Record:
+        record = launched(stack, *arguments, **options)
+        drift = 1e-3 if stack.name == "plain loop" and arguments[1].name.endswith("-1") else 0.0
+        return replace(record, losses=[*record.losses[:-1], record.losses[-1] + drift])
+
+    monkeypatch.setattr(framework_speed, "launch", drifting)
+    sizes = SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 2, "steps": 6}
+    rows = perform(toy_context("framework_speed", sizes, tmp_path), tmp_path).rows
+    assert [row.variant for row in rows if row.metric == "count"] == ["hyperion"]
+    assert not [row for row in rows if row.metric == "rate_ratio"]
 
 
 def test_intervals_that_overlap_are_ties():
