@@ -57,7 +57,7 @@ _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
 _LAUNCHES = {"cpu": 20, "gpu": 4}
 # Host time of launching one kernel from compiled code, divided by the host time of one operator. Compiled code launches kernels
 # without autograd and dispatch. The value is an assumption.
-_KERNEL_OPERATORS = 0.5
+KERNEL_OPERATORS = 0.5
 # Batch size at which the operators of a step are counted. The count is the same for every batch size above 1. At batch size 1,
 # PyTorch transposes fewer tensors.
 _MANY = 32
@@ -337,9 +337,26 @@ def operator_time(context: Context) -> tuple[float, str]:
     if measured is not None:
         return measured, "the host's time of an operator measured in steps of tiny tensors"
     kind = "cpu" if context.device.kind == "cpu" else "gpu"
+    from_launches = _operator_from_launches(context)
+    if from_launches is None:
+        return _OPERATOR_S[kind], "the host's time of an operator assumed, no launch was measured in this run either"
+    return from_launches
+
+
+def inference_operator_time(context: Context) -> tuple[float, str]:
+    """Return (host time in seconds of one operator without gradients, source of this value).
+
+    It is computed from the measured launch time, because the measured time of an operator in a step includes autograd. If no
+    launch was measured, it is the time of an operator in a step.
+    """
+    return _operator_from_launches(context) or operator_time(context)
+
+
+def _operator_from_launches(context: Context) -> tuple[float, str] | None:
+    kind = "cpu" if context.device.kind == "cpu" else "gpu"
     launch = _last_row(context, "launch_cost", "eager", "launch_time_s")
     if launch is None:
-        return _OPERATOR_S[kind], "the host's time of an operator assumed, no launch was measured in this run either"
+        return None
     return _LAUNCHES[kind] * not_none(launch.value), f"an operator taken as {_LAUNCHES[kind]} of this run's measured launches"
 
 
@@ -353,7 +370,7 @@ def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
         context: context of the experiment.
         blocks: number of compiled blocks of the model.
     """
-    kernel_s = _KERNEL_OPERATORS * operator_time(context)[0]
+    kernel_s = KERNEL_OPERATORS * operator_time(context)[0]
     block = _last_row(context, "operator_cost", "compiled block", "block_time_s")
     if block is None:
         return CompiledHost(kernel_s), "entering a compiled block taken for nothing, it was not measured in this run"

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.efficiency import Curve, own_product_curve, own_stream_curve
 from hyperion.chapter.rows import (
     NO_CEILINGS,
     check_columns,
@@ -47,10 +48,12 @@ from hyperion.measure.steps.compilation import (
 )
 from hyperion.results import Row, ratio_estimate
 from hyperion.units import GIB
+from hyperion.workloads.reference_steps import KERNEL_OPERATORS, inference_operator_time
 
 # Tolerance for the relative Frobenius error of the logits, by number format. It is three to four times the error of eager calls.
 TOLERANCES = {"fp32": 2e-5, "fp16": 3e-3, "bf16": 2e-2}
 _STEADY_CALLS = 5
+_GRAPH_MODES = ("max-autotune", "reduce-overhead")  # modes that record a graph of all launches on a GPU
 _DISTURBED, _TRIES = 0.1, 3
 _LEFT_OUT = "left out: a cold compilation takes long, and neither the profile nor the call asks for this mode"
 
@@ -92,21 +95,37 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
     if gemm is not None and gemm.value and stream is not None and stream.value:
         model = make_model(spec, "meta", context.seed)
         census = count_operations(lambda: model.module(*model.inputs))
-        products = census.total_flops / (gemm.value * 1e12)
-        separate = census.other_bytes / (stream.value * 1e9)
-        fused = _fused_bytes(census, model.weight_bytes) / (stream.value * 1e9)
-        seconds = {mode: products + (separate if mode == EAGER else fused) for mode in modes}
+        # A compiled model launches a library kernel for each product, and about one fused kernel between two products.
+        launched = {EAGER: (census.operations, 0)} | {mode: (census.products, census.products) for mode in modes if mode != EAGER}
+        product_s = _overhead_s(own_product_curve(context.upstream, context.device, dtype))
+        kernel_s = _overhead_s(own_stream_curve(context.upstream, "copy"))
+        operator_s, source = inference_operator_time(context)
+        arithmetic = census.total_flops / (gemm.value * 1e12) + census.products * product_s
+        for mode in modes:
+            moved = census.other_bytes if mode == EAGER else _fused_bytes(census, model.weight_bytes)
+            others = (census.operations - census.products) if mode == EAGER else census.products
+            device_s = arithmetic + moved / (stream.value * 1e9) + others * kernel_s
+            library, fused = launched[mode]
+            recorded = mode in _GRAPH_MODES and context.device.kind != "cpu"
+            host_s = 0.0 if recorded else (library + KERNEL_OPERATORS * fused) * operator_s
+            # A GPU works while the host launches the next kernels. On a CPU, both use the same cores.
+            seconds[mode] = device_s + host_s if context.device.kind == "cpu" else max(device_s, host_s)
         basis = (
-            f"{spec.model}: {products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; "
-            f"everything else moves its operands at the measured {stream.value:.4g} GB/s: "
-            f"{separate * 1e3:.3g} ms operation by operation, {fused * 1e3:.3g} ms in one pass "
-            f"between products; launching its {census.operations} operations is free"
+            f"{spec.model}: {census.products} products at {gemm.value:.4g} TFLOPS, and {product_s * 1e6:.3g} us each; "
+            f"everything else at the measured {stream.value:.4g} GB/s, operation by operation or in one pass between products, "
+            f"and {kernel_s * 1e6:.3g} us each; the host takes {operator_s * 1e6:.3g} us for an operator ({source}), half of it "
+            f"for a fused kernel, and nothing for a graph"
         )
     eager, last = seconds[EAGER], seconds[modes[-1]]
     speedup = None if eager is None or last is None else eager / last
     columns = {"dtype": dtype, "params": params, "basis": basis}
     times = [Forecast(m, "inference_time_s", seconds[m], **columns) for m in modes]
     return Forecast(modes[-1], "speedup", speedup, **columns), times
+
+
+def _overhead_s(curve: Curve | None) -> float:
+    """Return the part of a call's time that does not depend on its size, as the curve of chapter 1.1 shows it."""
+    return 0.0 if curve is None else curve.overhead_s
 
 
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
@@ -142,7 +161,9 @@ def run(context: Context, report: Report) -> Result:
     return merged(results)
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), options=CompilationOptions)
+EXPERIMENT = Experiment(
+    forecast, run, forecast_reads=("gemm", "bandwidth", "operator_cost", "launch_cost"), options=CompilationOptions
+)
 
 
 def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe: str, eager_s: float | None = None) -> Result:

@@ -400,6 +400,7 @@ class Census:
 
     Args:
         operations: number of operations that read or write memory. Views are not counted.
+        products: number of matrix products, convolutions and attentions among them.
         flops: a dict that maps a dtype ("bf16") to the FLOPs of matrix products, convolutions and attention in this dtype. A
             multiply-add counts as 2.
         weight_flops: the part of `flops` in products with weights and in convolutions, which a causal mask cannot skip.
@@ -408,6 +409,7 @@ class Census:
     """
 
     operations: int = 0
+    products: int = 0
     flops: dict[str, int] = field(default_factory=dict)
     weight_flops: int = 0
     product_bytes: int = 0
@@ -428,10 +430,13 @@ def count_operations(function: Callable[[], object]) -> Census:
     with torch.no_grad():
         calls = [call for call in dispatched(function) if call.moves]
     flops: Counter[str] = Counter()
-    weight_flops = product_bytes = 0
+    weight_flops = product_bytes = products = 0
     for call in calls:
         for product in products_of(call) or ():
             flops["fp32" if product.dtype == "tf32" else product.dtype] += product.flops
             weight_flops += product.flops if call.name in _WEIGHTED else 0
         product_bytes += call.bytes if products_of(call) is not None else 0
-    return Census(len(calls), dict(flops), weight_flops, product_bytes, sum(call.bytes for call in calls) - product_bytes)
+        products += products_of(call) is not None
+    return Census(
+        len(calls), products, dict(flops), weight_flops, product_bytes, sum(call.bytes for call in calls) - product_bytes
+    )

@@ -16,9 +16,11 @@ from hyperion.experiments.compilation.compilation_models import (
     make_model,
     reference_output,
 )
+from hyperion.hardware import detect
 from hyperion.measure import relative_error
 from hyperion.measure.steps.compilation import MODES, Compilation
 from hyperion.results import Row, RowError
+from tests.hardware.machines import facts
 
 LANGUAGE = {
     "model": "lm_d128_h4_l2",
@@ -175,9 +177,30 @@ def test_forecasts_rest_on_ceilings_and_shapes_and_meet_their_rows(context):
     forecasts = compilation.forecast(replace(context, upstream=ceilings))
     assert [forecast.metric for forecast in forecasts] == ["speedup"] * 2 + ["inference_time_s"] * 4
     assert all(forecast.estimate > 1 for forecast in forecasts[:2])
+    # With longer launches, all calls take longer, because a CPU records no graphs.
+    launch = Row(notebook="n", experiment="launch_cost", variant="eager", metric="launch_time_s", value=1e-3)
+    slower = compilation.forecast(replace(context, upstream=[*ceilings, launch]))
+    assert all(after.estimate > before.estimate for before, after in zip(forecasts[2:], slower[2:], strict=True))
+    assert "measured launches" in slower[-1].basis and "assumed" in forecasts[-1].basis
     rows = measured(context, IMAGES, "eager").rows
     time = value_of(rows, "inference_time_s")
     assert any(f.variant == "eager" and f.params.items() <= time.params.items() for f in forecasts[2:])
+
+
+def test_a_gpu_waits_for_launches_only_in_modes_without_a_graph(context, monkeypatch):
+    gpu = detect(facts("H100 SXM"))
+    monkeypatch.setattr(Context, "device", property(lambda of_context: gpu))
+    upstream = [
+        Row(notebook="n", experiment="e", variant="v", dtype=dtype, metric=metric, value=value, params={"elements": 1})
+        for dtype, metric, value in (("bf16", "gemm_tflops", 700.0), ("fp32", "bandwidth_gb_s", 3e3))
+    ]
+    upstream.append(Row(notebook="n", experiment="launch_cost", variant="eager", metric="launch_time_s", value=1e-3))
+    sizes = SIZES | {"models": [IMAGES | {"modes": ["eager", "default", "reduce-overhead"]}]}
+    speedup, eager, default, graph = compilation.forecast(replace(context, sizes=sizes, upstream=upstream))
+    # One launch takes 1 ms, and an operator four of them. A library kernel takes as long as an operator, and a fused one half.
+    operations, products = eager.estimate / 4e-3, default.estimate / 4e-3 / 1.5
+    assert operations == pytest.approx(round(operations)) and products == pytest.approx(round(products)) and operations > products
+    assert graph.estimate < 1e-3 and speedup.estimate == pytest.approx(eager.estimate / graph.estimate)
 
 
 def profile_models(name):
