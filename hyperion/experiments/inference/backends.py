@@ -121,7 +121,8 @@ def prepare(
 
     Args:
         runtime: name of the runtime. `why_absent` must return "" for it.
-        model: module that maps inputs to logits, in float32 on the device.
+        model: module that maps inputs to logits, in `dtype` on the device. A float32 model cannot be converted here: the method
+            `to` would also round buffers that a 16-bit model keeps in float32, for example the frequencies of rotary embeddings.
         example: inputs of at least two examples.
         device: the device.
         dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
@@ -129,15 +130,15 @@ def prepare(
         batches: batch sizes for which torch.compile compiles.
     """
     if runtime == EAGER:
-        return Prepared(_cast(model, dtype), device, dtype)
+        return Prepared(model, device, dtype)
     if runtime == COMPILED:
-        compiled = _Compiled(_cast(model, dtype), batches)
+        compiled = _Compiled(model, batches)
         first = example.to(FORMATS[dtype].storage) if example.is_floating_point() else example
         with torch.no_grad(), matmul_precision(FORMATS[dtype]), _recorded_loops(torch.device(device.torch_device)):
             seconds = measure_first_calls(lambda: compiled(first[:1]), device)
         return Prepared(compiled, device, dtype, {"compile_time_s": seconds}, ran={"compiled_for": list(batches)})
     if runtime == GRAPH:
-        return Prepared(_Captured(_cast(model, dtype)), device, dtype)
+        return Prepared(_Captured(model), device, dtype)
     path = folder / "model.onnx"
     began = time.perf_counter()
     if not path.exists():
@@ -310,10 +311,6 @@ def _kernels_of(event: Any) -> int:
 def _computes(name: str) -> bool:
     space, _, operator = name.rpartition("::")
     return (space not in ("", "profiler") and not _NO_WORK.fullmatch(operator)) or "cpp_fused" in name
-
-
-def _cast(model: nn.Module, dtype: str) -> nn.Module:
-    return model.to(FORMATS[dtype].storage)
 
 
 def _gpu_provider(device: Device) -> str:

@@ -45,6 +45,7 @@ from hyperion.experiments.inference.backends import (
     COMPILED,
     EAGER,
     IN_PROCESS,
+    MIGRAPHX,
     ORT_CPU,
     ORT_GPU,
     Prepared,
@@ -185,7 +186,7 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
         try:
             # Prepare outside `matmul_precision`, because PyTorch 2.13 cannot export while its old and new TF32 settings differ.
             example = _inputs(trained, device)[:2]
-            model, batches = trained.load(device), options.compiled_batches
+            model, batches = trained.load(device, FORMATS[dtype].storage), options.compiled_batches
             prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
             with matmul_precision(FORMATS[dtype]):
                 reference = references.get(device) or _Reference(trained, device, context.device, options)
@@ -503,7 +504,7 @@ def _absent(context: Context, trained: TrainedModel, runtime: str, dtype: str, r
 
 def _dtype(runtime: str, options: RuntimesOptions) -> str:
     """Return the number format of a runtime. ONNX graphs are exported in float32."""
-    return "fp32" if runtime in (ORT_CPU, ORT_GPU, IN_PROCESS[-1]) else options.dtype
+    return "fp32" if runtime in (ORT_CPU, ORT_GPU, MIGRAPHX) else options.dtype
 
 
 def _inputs(trained: TrainedModel, device: Device) -> Tensor:

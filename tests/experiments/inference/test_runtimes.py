@@ -31,6 +31,7 @@ from hyperion.experiments.inference.backends import (
 )
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
 from hyperion.hardware import detect_cpu
+from hyperion.measure import FORMATS
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED
 from hyperion.workloads.trained_models import trained_classifier, trained_language_model
@@ -64,13 +65,15 @@ def material(toy_models, tmp_path_factory):
         yield context, trained_classifier(context, "resnet18_toy"), trained_language_model(context, "llama_toy")
 
 
-def measured(material, runtime, change=lambda logits: logits, model=1):
-    """Rows of a model in a runtime, whose logits are changed."""
+def measured(material, runtime, change=lambda logits: logits, model=1, dtype="fp32", change_model=lambda model: None):
+    """Rows of a model in a runtime, whose logits or whose layers are changed."""
     context, trained = material[0], material[model]
     options = RuntimesOptions.of(context)
     reference = runtimes._Reference(trained, CPU, CPU, options)
-    prepared = prepare(runtime, trained.load(CPU), reference.inputs[:2], CPU, "fp32", context.workspace)
-    changed = Prepared(lambda x: change(prepared.call(x)), CPU, "fp32", prepared.seconds, prepared.stored_bytes, prepared.ran)
+    loaded = trained.load(CPU, FORMATS[dtype].storage)
+    change_model(loaded)
+    prepared = prepare(runtime, loaded, reference.inputs[:2], CPU, dtype, context.workspace)
+    changed = Prepared(lambda x: change(prepared.call(x)), CPU, dtype, prepared.seconds, prepared.stored_bytes, prepared.ran)
     kernels_of = prepared if runtime == ORT_CPU else changed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtimes, "count_kernels", lambda one, x: count_kernels(kernels_of, x))
@@ -94,6 +97,18 @@ def test_eager_mode_is_itself(material, model):
     assert of(rows, "latency_p99_s")[0].value_reason.endswith("samples; an interval of this percentile needs 368")
     assert [row.params["batch"] for row in of(rows, "samples_per_s", role="search")] == [1, 3]
     assert len(of(rows, "samples_per_s", role="best batch")) == 1 and not of(rows, "speedup")
+
+
+def test_eager_mode_in_16_bits_is_itself_with_frequencies_in_float32(material, monkeypatch):
+    context, trained = material[0], material[2]
+    seen = []
+    monkeypatch.setattr(runtimes, "IN_PROCESS", (EAGER,))
+    monkeypatch.setattr(runtimes, "prepare", lambda *given: seen.append(given[1]) or prepare(*given))
+    sixteen = dataclasses.replace(context, sizes=context.sizes | {"dtype": "bf16"})
+    rows = runtimes.measure_in_process(sixteen, lambda *_: None, str(trained.folder)).rows
+    assert [row.value for row in of(rows, "relative_difference", against="PyTorch eager")] == [0.0]
+    assert {one.dtype for one in seen[0].parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in seen[0].buffers()} == {torch.float32}, "the frequencies of the rotary embeddings"
 
 
 def test_a_slow_runtime_is_timed_with_fewer_calls_and_smaller_batches(material, monkeypatch):
