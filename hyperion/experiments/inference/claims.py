@@ -11,8 +11,9 @@ from hyperion.experiments.inference.figures_operators import gaps, steps_of
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
-# Largest change of perplexity or accuracy that a runtime other than eager mode may cause: in fp32, and in a 16-bit format.
-SAME_FORMAT, SIXTEEN_BITS = 1e-3, 2e-2
+# Largest change of perplexity or accuracy by a runtime. On an H100, bf16 changes the perplexity by less than 0.0001 and the
+# accuracy by at most 0.0004. 4-bit weights change the perplexity by at least 0.002.
+LARGEST_CHANGE = 1e-3
 
 
 def parity_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -26,14 +27,13 @@ def parity_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that no runtime changes perplexity or accuracy by more than its number format allows."""
+    """Check that no runtime changes perplexity or accuracy by more than `LARGEST_CHANGE`."""
     claims = []
     for row in rows:
         if row.metric not in ("perplexity_ratio", "accuracy_difference") or row.value is None:
             continue
-        allowed = SAME_FORMAT if row.dtype == "fp32" else SIXTEEN_BITS
         change = abs(row.value - (row.metric == "perplexity_ratio"))
-        claims.append((change <= allowed, f"{row.variant}, {row.params['model']}: {row.metric} {row.value:.5f}"))
+        claims.append((change <= LARGEST_CHANGE, f"{row.variant}, {row.params['model']}: {row.metric} {row.value:.5f}"))
     return claims or [(False, "no runtime was scored")]
 
 

@@ -68,10 +68,11 @@ def test_claims_hold_for_good_rows(rows):
     assert len(claims) == 6 + 6 + 2 and all(holds for holds, _ in claims)
 
 
-def test_a_changed_perplexity_refutes_its_claim_but_not_in_sixteen_bits(rows):
-    wrong = made_up_row("AOTInductor", "perplexity_ratio", 1.01, {"model": "llama"})
-    assert not all(holds for holds, _ in runtime_quality_claims([wrong]))
-    assert all(holds for holds, _ in runtime_quality_claims([replace(wrong, dtype="bf16")]))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_perplexity_of_4_bit_weights_refutes_its_claim(dtype):
+    good = replace(made_up_row("AOTInductor", "perplexity_ratio", 1.0004, {"model": "llama"}), dtype=dtype)
+    assert all(holds for holds, _ in runtime_quality_claims([good]))
+    assert not any(holds for holds, _ in runtime_quality_claims([replace(good, value=1.002)]))
 
 
 def test_a_session_on_another_provider_or_device_refutes_its_claim():

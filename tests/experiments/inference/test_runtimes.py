@@ -29,6 +29,7 @@ from hyperion.experiments.inference.backends import (
     why_no_migraphx,
     why_no_provider,
 )
+from hyperion.experiments.inference.quantized_linears import SCHEMES, replace_linears
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
 from hyperion.hardware import detect_cpu
 from hyperion.measure import FORMATS
@@ -41,6 +42,7 @@ from tests.experiments.inference import dying_jobs
 pytestmark = pytest.mark.slow
 
 CPU = detect_cpu()
+INT4 = next(scheme for scheme in SCHEMES if scheme.dtype == "int4")
 SIZES = {
     "language_model": "llama_toy",
     "classifier": "resnet18_toy",
@@ -159,12 +161,34 @@ def test_a_wrong_runtime_has_no_value(material, change):
         assert row.value is None and row.value_reason.startswith(UNEXPECTED)
 
 
-def test_the_tolerance_adds_the_roundings_of_each_product():
+@pytest.mark.parametrize(
+    "fault",
+    [{"change": lambda y: y * 1.01}, {"change_model": lambda model: replace_linears(model, INT4, CPU)}],
+    ids=["a missing scale", "int4 weights"],
+)
+def test_a_wrong_model_in_16_bits_has_no_value(material, fault):
+    # The tolerance is about 0.0035, twice the error of eager mode, and the planted errors are at least 0.0085.
+    right = measured(material, EAGER, model=2, dtype="bf16")
+    assert all(row.value is not None for row in of(right, "relative_difference")), "the model without the fault"
+    rows = of(measured(material, EAGER, model=2, dtype="bf16", **fault), "relative_difference")
+    assert len(rows) == 2
+    for row in rows:
+        assert row.value is None and row.value_reason.startswith(UNEXPECTED)
+
+
+def test_in_16_bits_an_eager_mode_with_a_large_error_does_not_widen_the_tolerance(material):
+    context, trained = material[0], material[2]
+    reference = runtimes._Reference(trained, CPU, CPU, RuntimesOptions.of(context))
+    reference.eager("bf16").get_submodule("lm.model.layers.1.self_attn.o_proj").weight.zero_()
+    assert reference.tolerance("bf16") == output_tolerance(reference.model, "bf16")
+
+
+def test_the_tolerance_adds_the_squares_of_the_roundings_of_each_product():
     model = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Conv2d(2, 3, 3))
     single, half = 2.0**-24, 2.0**-8
-    wanted = (math.sqrt(16) + math.sqrt(18) + 2) * single * 2
-    assert output_tolerance(model, "fp32") == pytest.approx(wanted)
-    assert output_tolerance(model, "bf16") == pytest.approx(2 * ((math.sqrt(16) + math.sqrt(18)) * single + 2 * half))
+    # The sums have 16 and 18 terms, and each product rounds its output once.
+    assert output_tolerance(model, "fp32") == pytest.approx(4 / math.sqrt(3) * math.sqrt(16 + 18 + 2) * single)
+    assert output_tolerance(model, "bf16") == pytest.approx(4 / math.sqrt(3) * math.sqrt((16 + 18) * single**2 + 2 * half**2))
 
 
 def test_a_compiled_model_cuts_other_batches_into_the_compiled_sizes(monkeypatch):
