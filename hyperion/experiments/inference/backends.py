@@ -31,6 +31,7 @@ AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runt
 # These runtimes share one process. AOTInductor runs in a separate process, because loading its package can crash the process.
 IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
 CPU_PROVIDER = "CPUExecutionProvider"
+SPINNING = "session.intra_op.allow_spinning"
 GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
 _MOST_EXAMPLES = 4096
 # Operators that only change the shape or strides of a tensor, or allocate memory. They launch no kernel.
@@ -229,11 +230,7 @@ class OrtSession:
         import onnxruntime
 
         self._path, self._provider = path, provider
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        # Idle threads that spin would take cores from PyTorch, whose calls are timed in alternation with those of this session.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=[provider])
         require_provider(provider, self._session.get_providers())
         self.ran = {"asked_provider": provider, "providers": ", ".join(self._session.get_providers())}
 
@@ -244,14 +241,32 @@ class OrtSession:
         """Run once under ONNX Runtime's profiler. Return the provider of each node that ran."""
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.enable_profiling, options.profile_file_prefix = True, str(self._path.with_suffix(""))
+        options = session_options(str(self._path.with_suffix("")))
         session = onnxruntime.InferenceSession(str(self._path), options, providers=[self._provider])
         session.run(None, {"x": x.cpu().numpy()})
         trace = Path(session.end_profiling())
         events = json.loads(trace.read_text())
         trace.unlink()
         return [event["args"]["provider"] for event in events if event.get("cat") == "Node" and "provider" in event["args"]]
+
+
+def session_options(profile_prefix: str = "") -> Any:
+    """Return the options of an ONNX Runtime session with as many threads as PyTorch.
+
+    The session's idle threads sleep. By default they spin. They then take cores from PyTorch and from other sessions, whose calls
+    are timed in alternation with those of this session: with four sessions on two cores, a call takes ten times as long.
+
+    Args:
+        profile_prefix: beginning of the path of the profile, or "" to write no profile.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry(SPINNING, "0")
+    if profile_prefix:
+        options.enable_profiling, options.profile_file_prefix = True, profile_prefix
+    return options
 
 
 def require_provider(asked: str, present: Sequence[str]) -> None:

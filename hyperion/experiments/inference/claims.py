@@ -14,6 +14,9 @@ Claim = tuple[bool, str]
 # Largest change of perplexity or accuracy by a runtime. On an H100, bf16 changes the perplexity by less than 0.0001 and the
 # accuracy by at most 0.0004. 4-bit weights change the perplexity by at least 0.002.
 LARGEST_CHANGE = 1e-3
+# Largest ratio of two times of the same model in ONNX Runtime on the CPU. Only one of the two graphs has folded batch norms, and
+# other processes share the CPU. Threads that spin caused a ratio of 11.
+SAME_TIME = 2.0
 
 
 def parity_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -35,6 +38,39 @@ def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
         change = abs(row.value - (row.metric == "perplexity_ratio"))
         claims.append((change <= LARGEST_CHANGE, f"{row.variant}, {row.params['model']}: {row.metric} {row.value:.5f}"))
     return claims or [(False, "no runtime was scored")]
+
+
+def time_claims(runtimes: Sequence[Row], quantised: Sequence[Row]) -> list[Claim]:
+    """Check that ONNX Runtime on the CPU takes about as long for the same fp32 model in both experiments.
+
+    Times of the same model and batch size may differ by the factor `SAME_TIME`. They come from the experiment `quantization`, and
+    from the latency, the search and the comparison with eager mode in `runtimes`. Rows that were timed while the threads of other
+    runtimes spun are not checked: they lack the params `idle_threads` and `order`.
+
+    Args:
+        runtimes: rows of the experiment `runtimes`.
+        quantised: rows of the experiment `quantization`.
+    """
+    times: dict[tuple[str, int], dict[str, float]] = {}
+
+    def add(row: Row, source: str, seconds: float) -> None:
+        times.setdefault((row.params["model"], row.params["batch"]), {})[source] = seconds
+
+    for row in quantised:
+        if row.metric == "inference_time_s" and row.variant == "original" and row.params.get("idle_threads") and row.value:
+            add(row, "quantization", row.value)
+    of_session = [row for row in runtimes if row.variant == "ONNX Runtime CPU" and row.value]
+    if any(row.params.get("order") for row in of_session):
+        for row in of_session:
+            if row.metric == "latency_p50_s":
+                add(row, "latency", not_none(row.value))
+            elif row.metric == "samples_per_s":
+                add(row, row.params["role"], row.params["batch"] / not_none(row.value))
+    claims = []
+    for (model, batch), found in times.items():
+        listed = ", ".join(f"{source} {1e3 * seconds:.3g} ms" for source, seconds in found.items())
+        claims.append((max(found.values()) <= SAME_TIME * min(found.values()), f"{model}, batch {batch}: {listed}"))
+    return claims
 
 
 def provider_claims(rows: Sequence[Row]) -> list[Claim]:

@@ -62,7 +62,7 @@ from hyperion.experiments.inference.percentiles import percentile, samples_neede
 from hyperion.experiments.inference.quality import accuracy_difference, perplexity_ratio
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, Verification, matmul_precision, relative_error, time_function, time_interleaved
-from hyperion.measure.clock.clocks import WallClock
+from hyperion.measure.clock.clocks import BlockClock, WallClock
 from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
 from hyperion.results import Row
@@ -400,7 +400,8 @@ def _throughput(
 ) -> Found:
     """Find the batch size with the highest throughput, then compare it and batch size 1 with eager mode.
 
-    For the comparison, calls of the runtime and of eager mode are timed in alternation.
+    For the comparison, calls of the runtime and of eager mode are timed in alternation. For ONNX Runtime on the CPU, blocks of
+    calls alternate.
     """
     device, dtype = prepared.device, prepared.dtype
     eager, rows, frames, rates = reference.eager(dtype), [], [], {}
@@ -442,8 +443,10 @@ def _throughput(
         x = batch_of(size)
         cast = _formed(x, storage)
         functions = [lambda x=x: call(x)] + ([lambda cast=cast: eager(cast)] if runtime != EAGER else [])
-        mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=options.time_limit_s)
-        params = base | {"batch": size, "cache": "hot", "role": "best batch" if size == best else "one example"}
+        # ONNX Runtime has its own threads, which would compete with the idle threads of PyTorch if calls alternated.
+        clock, order = (BlockClock(), {"order": "blocks"}) if runtime == ORT_CPU else (None, {})
+        mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=options.time_limit_s, clock=clock)
+        params = base | {"batch": size, "cache": "hot", "role": "best batch" if size == best else "one example"} | order
         rate = mine.estimate.map(lambda seconds, size=size: size / seconds)
         columns = {"limit": limit[0], "limit_source": limit[1], "dtype": dtype, "params": params}
         columns |= timed_columns(rate, mine) | check_columns(check)

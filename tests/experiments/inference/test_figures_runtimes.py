@@ -1,10 +1,17 @@
 """What the figures of runtimes show, and which rows the claims about runtimes refuse."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from hyperion.experiments.inference.claims import fusion_claims, parity_claims, provider_claims, runtime_quality_claims
+from hyperion.experiments.inference.claims import (
+    fusion_claims,
+    parity_claims,
+    provider_claims,
+    runtime_quality_claims,
+    time_claims,
+)
 from hyperion.experiments.inference.figures import PLOTS, TITLES, kernel_counts, runtime_latency, runtime_throughput
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
@@ -82,6 +89,27 @@ def test_a_session_on_another_provider_or_device_refutes_its_claim():
     asked_gpu = params | {"asked_provider": "CUDAExecutionProvider", "providers": "CPUExecutionProvider", "device": "cuda"}
     assert not all(holds for holds, _ in provider_claims([replace(good, params=asked_gpu)]))
     assert not all(holds for holds, _ in provider_claims([replace(good, params=good.params | {"device": "cuda"})]))
+
+
+def test_threads_that_compete_refute_the_claim_about_times():
+    base = {"model": "resnet18", "batch": 1}
+    made_up = partial(made_up_row, "ONNX Runtime CPU")
+    own = [
+        made_up("latency_p50_s", 2.4e-3, base),
+        made_up("samples_per_s", 400.0, base | {"role": "search"}),
+        made_up("samples_per_s", 300.0, base | {"role": "one example", "order": "blocks"}),
+    ]
+    other = made_up_row("original", "inference_time_s", 2.6e-3, base | {"idle_threads": "sleep"})
+    assert [holds for holds, _ in time_claims(own, [other])] == [True]
+    assert [holds for holds, _ in time_claims(own, [replace(other, value=27.2e-3, ci_low=None, ci_high=None)])] == [False]
+    slow = made_up("samples_per_s", 107.0, base | {"role": "one example", "order": "blocks"})
+    assert [holds for holds, _ in time_claims([*own[:2], slow], [other])] == [False]
+    # The rows of an earlier version lack these params, and another batch size is not compared.
+    assert time_claims(own[:2], [replace(other, value=27.2e-3, params=base)]) == []
+    assert [holds for holds, _ in time_claims(own, [replace(other, value=27.2e-3, params=other.params | {"batch": 4})])] == [
+        True,
+        True,
+    ]
 
 
 def test_no_fusion_and_no_rows_refute_their_claims(rows):

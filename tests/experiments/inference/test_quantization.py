@@ -155,12 +155,12 @@ def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind,
     bound = bound + ranges.output_error(exact)
 
     def worst():
-        return ((onnx_int8.Session(path, 1)(x).double() - exact).abs() / bound).max().item()
+        return ((onnx_int8.Session(path)(x).double() - exact).abs() / bound).max().item()
 
     assert 0.01 < worst() <= 1
     assert onnx_int8.stored_weight_bytes(path) == onnx_int8.weight_bytes(kind, [(16, 48)])
     # A batch that is smaller than the exported one gives the same values.
-    assert torch.equal(onnx_int8.Session(path, 1)(x)[:2], onnx_int8.Session(path, 1)(x[:2])) or kind == onnx_int8.DYNAMIC
+    assert torch.equal(onnx_int8.Session(path)(x)[:2], onnx_int8.Session(path)(x[:2])) or kind == onnx_int8.DYNAMIC
     model = onnx.load(str(path))
     # Some exporters store the mask of causal attention as a constant. It is no weight.
     model.graph.initializer.append(numpy_helper.from_array(np.tri(8, dtype=bool), "le"))
@@ -224,7 +224,7 @@ def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     for kind in (onnx_int8.STATIC, onnx_int8.DIVERGENCE):
         path = onnx_int8.quantise(kind, source, tmp_path / "int8.onnx", [calibration])
         ranges[kind] = onnx_int8.static_ranges(path)
-        errors[kind] = (onnx_int8.Session(path, 1)(x) - exact).norm().item()
+        errors[kind] = (onnx_int8.Session(path)(x) - exact).norm().item()
     assert ranges[onnx_int8.STATIC].input_high > 19
     # The normal values reach 4. The smallest range that the search can choose ends at 20 * 128 / 1024.
     assert 2.5 < ranges[onnx_int8.DIVERGENCE].input_high < 8

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import backends, runtimes
+from hyperion.experiments.inference import backends, onnx_int8, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
     CPU_PROVIDER,
@@ -148,6 +148,8 @@ def test_onnx_runtime_agrees_and_says_which_provider_ran(material):
     assert of(rows, "stored_gb")[0].value * 1e9 > 4 * material[1].facts["parameters"] * 0.95
     assert of(rows, "kernels_per_call")[0].value >= 20, "at least the convolutions"
     assert of(rows, "speedup")
+    compared = [row for row in of(rows, "samples_per_s") if row.params["role"] != "search"]
+    assert compared and all(row.params["order"] == "blocks" for row in compared)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,23 @@ def test_a_session_on_another_provider_is_refused():
     require_provider("CUDAExecutionProvider", ["CUDAExecutionProvider", CPU_PROVIDER])
     with pytest.raises(HyperionError, match="asked for CUDAExecutionProvider, but the session runs on CPUExecutionProvider"):
         require_provider("CUDAExecutionProvider", [CPU_PROVIDER])
+
+
+def test_the_idle_threads_of_every_session_sleep(tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    opened = []
+    session = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda path, options, **more: opened.append(options) or session(path, options, **more)
+    )
+    x = torch.ones(2, 4)
+    path = onnx_int8.export(nn.Linear(4, 2), x, tmp_path / "model.onnx")
+    opened.clear()
+    backends.OrtSession(path, CPU_PROVIDER).node_providers(x)
+    onnx_int8.Session(path).what_ran(x)
+    assert [options.get_session_config_entry(backends.SPINNING) for options in opened] == ["0"] * 4
+    assert {options.intra_op_num_threads for options in opened} == {torch.get_num_threads()}
 
 
 def test_what_is_absent_says_why_and_the_next_step():
