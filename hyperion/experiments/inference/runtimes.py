@@ -98,7 +98,7 @@ class RuntimesOptions(Options):
         dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
         batches: batch sizes that the search for the best one tries.
         compiled_batches: batch sizes for which torch.compile compiles the model. Its search for the best batch size tries only
-            these. They include 1.
+            these. They include 1, and the largest of `batches` unless the profile leaves torch.compile out.
         left_out: runtimes that the profile skips, by kind of model ("language" or "classifier"). The rows of these runtimes
             contain the reason.
         latency_samples: number of calls for the latency percentiles. The 99th percentile needs at least 368.

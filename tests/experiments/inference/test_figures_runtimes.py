@@ -56,6 +56,15 @@ def test_the_best_batch_is_drawn_and_not_the_search(material):
     assert labels(axes)[0] == "eager, batch 16"
 
 
+def test_the_batches_of_torch_compile_are_named_if_it_tries_fewer_than_eager_mode(tmp_path):
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    for chapter, experiment, rows, samples in runtime_chapters():
+        fewer = [row for row in rows if (row.variant, row.params.get("batch")) != ("torch.compile", 4)]
+        run.record(chapter, experiment, fewer, samples, input_hash="h")
+    note = "torch.compile: only the batches 16 were tried, because each needs a compilation."
+    assert note in drawn(runtime_throughput, Material(run)).get_supxlabel()
+
+
 def test_kernels_have_one_bar_for_each_runtime(material):
     assert [bar.get_width() for bar in drawn(kernel_counts, material).axes[1].patches] == [60.0, 30.0, 20.0]
 

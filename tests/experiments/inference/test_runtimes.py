@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from hyperion.chapter.profiles import load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import backends, onnx_int8, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
+    COMPILED,
     CPU_PROVIDER,
     EAGER,
     ORT_CPU,
@@ -360,3 +362,11 @@ def test_a_library_with_its_own_copy_of_the_cpp_library_works_if_that_of_the_pro
     if alone.returncode == 0:
         pytest.skip("on this machine, a library with its own copy works without the remedy")
     assert (shared.returncode, shared.stdout.strip()) == (0, "1")
+
+
+@pytest.mark.parametrize("profile", ["smoke", "full", "study"])
+def test_torch_compile_searches_the_largest_batch_of_the_others(profile):
+    options = RuntimesOptions.parse(load_profile(profile).sizes("runtimes"), "runtimes")
+    assert set(options.compiled_batches) <= set(options.batches) and 1 in options.compiled_batches
+    left_out = all(COMPILED in options.left_out.get(kind, ()) for kind in ("language", "classifier"))
+    assert left_out or max(options.compiled_batches) == max(options.batches)
