@@ -159,7 +159,11 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def training_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that every variant lowers the held-out loss, and that the base weights did not change."""
+    """Check that every variant lowers the held-out loss, and that the base weights did not change.
+
+    A claim also does not hold if a row has no value because its check failed: the training loss of a variant is too far above
+    that of its twin, or a weight of a quantised base is beyond its bound.
+    """
     claims = []
     losses: dict[str, dict[int, float]] = {}
     for row in _known(rows, "validation_loss"):
@@ -167,6 +171,8 @@ def training_claims(rows: Sequence[Row]) -> list[Claim]:
     for variant, by_step in losses.items():
         before, after = by_step[min(by_step)], by_step[max(by_step)]
         claims.append((after < before, f"{variant}: held-out loss {before:.4f} before and {after:.4f} after the training"))
+    checked = [*_known(rows, "loss_difference_nats"), *_known(rows, "relative_difference")]
+    claims += [(row.value is not None, f"{row.variant}, {row.metric}: {row.value_reason}") for row in checked]
     unchanged = [row for row in _known(rows, "relative_difference") if row.params["what"] == "base weights after training"]
     claims += [(row.value == 0, f"{row.variant}: the base weights changed") for row in unchanged]
     return claims or [(False, "no variant was trained")]

@@ -36,7 +36,7 @@ from hyperion.experiments.inference.quantized_linears import (
     layer_error,
     output_bound,
     replace_linears,
-    represented_weight,
+    stored_error,
     weight_bytes_of,
     what_ran,
 )
@@ -324,8 +324,7 @@ def _error_rows(
     of_output, of_weight = [], []
     for name, layer in layers.items():
         error, weight_ratio, output_ratio = layer_error(scheme, originals[name], layer, *seen[name])
-        exact = originals[name].double()
-        of_weight.append((((represented_weight(layer) - exact).norm() / exact.norm()).item(), weight_ratio))
+        of_weight.append((stored_error(scheme, originals[name], layer)[0], weight_ratio))
         of_output.append((error, output_ratio))
     return [
         material.context.row(
