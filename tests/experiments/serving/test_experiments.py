@@ -21,6 +21,7 @@ from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.serving import kv_cache_memory, server_answers, server_load, server_soak
 from hyperion.experiments.serving import server as servers
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
+from hyperion.experiments.serving.claims import growth_claims
 from hyperion.experiments.serving.client import Endpoint, Reply
 from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
@@ -30,13 +31,13 @@ from hyperion.experiments.serving.server_load import tokens_sent_together
 from hyperion.experiments.serving.server_soak import slope_estimate
 from hyperion.hardware import detect_cpu
 from hyperion.processes.child_process import has_ended
-from hyperion.results import RowError
+from hyperion.results import Row, RowError
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.serving.scripted import Script, scripted_server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = {"max_requests": 8, "blocks": 64, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
+SIZES = {"max_requests": 8, "blocks": 16, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
 SOAK = {
     "model": "toy",
     "dtype": "fp32",
@@ -106,6 +107,8 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
     }
     assert counts[server_soak.OVERLOAD].value == 4 and counts[server_soak.DRAIN].value == 4
     assert by_variant(rows, "share")[server_soak.HANG_UPS].value < 0.5
+    # A prompt of 4 tokens occupies one block of 16 tokens.
+    assert counts[server_soak.HANG_UPS].value == SOAK["users"] and counts[server_soak.HANG_UPS].params["hang_ups"] >= 16
     growth = by_variant(rows, "growth_bytes")
     assert growth[server_soak.RSS].ci_high < 65536
     assert growth[server_soak.DEVICE_MEMORY].value_reason.startswith("the device is the CPU")
@@ -149,6 +152,27 @@ def test_planted_faults_of_a_server_are_found(toy, tmp_path):
     rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
     failed = {row.variant for row in rows if row.without_failed_value().is_unexpected}
     assert failed == {server_soak.RSS, server_soak.HANG_UPS}
+
+
+@pytest.mark.parametrize("blocks", [0, 16])
+def test_a_server_that_keeps_the_blocks_of_hang_ups_does_not_answer_the_load(blocks, tmp_path):
+    context = toy_context("server_soak", SOAK, tmp_path)
+    options = server_soak.ServerSoakOptions.of(context)
+    with served_in_this_process(gap_s=0.001, blocks=blocks) as server:
+        server.endpoint = dataclasses.replace(server.endpoint, deadline_s=2.0)
+        row = server_soak._block_row(context, options, server, [f"p{i}" for i in range(200)])
+    assert blocks or row.params["hang_ups"] >= 16
+    assert row.without_failed_value().is_unexpected is bool(blocks) and row.value == (0 if blocks else SOAK["users"])
+
+
+@pytest.mark.parametrize(("growth_bytes", "holds"), [(800.0, True), (15_500.0, False), (800_000.0, False)])
+def test_growth_above_the_bound_refutes_its_claim(growth_bytes, holds):
+    interval = {"n": 10, "ci_low": growth_bytes - 1000, "ci_high": growth_bytes + 1000, "limit_source": "no limit: made up"}
+    check = {"check": GROWTH_CHECK, "check_error": growth_bytes + 1000, "check_tolerance": 16384}
+    common = {"notebook": "n", "experiment": "server_soak", "variant": server_soak.RSS, "metric": "growth_bytes"}
+    row = Row(value=growth_bytes, params={"backend": "toy"}, **common, **interval, **check)
+    assert [one for one, _ in growth_claims([row.without_failed_value()])] == [holds]
+    assert growth_claims([dataclasses.replace(row, check="failed requests", check_error=0.0)]) == []
 
 
 @pytest.mark.parametrize(
