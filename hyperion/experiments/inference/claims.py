@@ -142,7 +142,7 @@ def quality_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
+    """Check that the fastest mode of decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
 
     The bandwidth is that of the copy in chapter 1.1. If this run did not measure the copy, the bandwidth in the data sheet is
     used. If no large model was decoded, as on a CPU, the result contains no such claim.
