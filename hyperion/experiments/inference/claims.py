@@ -102,8 +102,9 @@ def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
 
 # The claim about decoding applies only to models whose weights are far larger than the last-level cache.
 LARGE_BYTES, SHARE_OF_BANDWIDTH = 5e9, 0.7
-# Largest change of perplexity by an 8-bit format, and by a 4-bit format.
-EIGHT_BITS, FOUR_BITS = 0.01, 0.15
+# Largest rise of perplexity by an 8-bit format, and by a 4-bit format, for the upper end of its interval. The largest upper ends
+# are 0.003 and 0.004, on an H100 and on two CPU cores.
+EIGHT_BITS, FOUR_BITS = 0.01, 0.02
 _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
@@ -129,15 +130,15 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that perplexity rises by at most 1 % with 8-bit weights and 15 % with 4-bit weights.
+    """Check that perplexity rises by at most 1 % with 8-bit weights and 2 % with 4-bit weights.
 
-    A claim also holds if the rise is larger but not significantly so: its 95 % interval contains the limit.
+    The whole 95 % interval must be below the limit, so a noisy measurement does not pass.
     """
     claims = []
     for row in _known(rows, "perplexity_ratio"):
         allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS
         value = f"{row.value:.4f} ({row.ci_low:.4f} to {row.ci_high:.4f})"
-        claims.append((not_none(row.ci_low) <= 1 + allowed, f"{row.variant}: perplexity ratio {value}, allowed {1 + allowed}"))
+        claims.append((not_none(row.ci_high) <= 1 + allowed, f"{row.variant}: perplexity ratio {value}, allowed {1 + allowed}"))
     return claims or [(False, "no row of perplexity_ratio has a value")]
 
 
