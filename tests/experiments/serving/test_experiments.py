@@ -403,6 +403,14 @@ def test_memory_that_libraries_keep_does_not_count_as_cache(tmp_path, monkeypatc
     assert [(row.value, row.check_error) for row in device_rows] == [(2400, 0), (6400, 0)]
 
 
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_server_that_answers_one_request_after_another_is_refused(serial, tmp_path):
+    context = toy_context("server_answers", {}, tmp_path)
+    with served_in_this_process(gap_s=0.01, serial=serial) as server:
+        row = server_answers.overlap_row(context, server, "toy", [f"p{i}" for i in range(5)], 20, "fp32")
+    assert row.value == (0 if serial else 4) and row.without_failed_value().is_unexpected is serial
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
@@ -422,6 +430,7 @@ def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
     try:
         rows = perform(context, tmp_path).rows
         assert by_variant(rows, "count")["transformers serve"].value > 0
+        assert [row.value for row in rows if row.params.get("what") == server_answers.OVERLAPPED] == [sizes["prompts"] - 1]
         # A server that shifted all answers by one token would be refused.
         monkeypatch.setattr(server_answers, "pieces_of", lambda folder, ids: pieces_of(folder, [*ids[1:], ids[0]]))
         wrong = experiment_named("server_answers").run(context, lambda *progress: None).rows
