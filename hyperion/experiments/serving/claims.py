@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from hyperion.experiments.serving.metrics import GROWTH_CHECK
+from hyperion.experiments.serving.server_soak import HANG_UPS
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
@@ -20,3 +21,8 @@ def growth_claims(rows: Sequence[Row]) -> list[Claim]:
             held = row.value is not None and row.ci_high is not None and row.ci_high <= (row.check_tolerance or 0)
             claims.append((held, f"{row.params['backend']}, {row.variant}: {above}"))
     return claims
+
+
+def hang_up_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Check that no row about clients that hang up lacks its value: the server stops generating, and frees the blocks."""
+    return [(row.value is not None, f"{row.variant}: {row.value_reason}") for row in rows if row.variant == HANG_UPS]

@@ -21,7 +21,7 @@ from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.serving import kv_cache_memory, server_answers, server_load, server_soak
 from hyperion.experiments.serving import server as servers
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
-from hyperion.experiments.serving.claims import growth_claims
+from hyperion.experiments.serving.claims import growth_claims, hang_up_claims
 from hyperion.experiments.serving.client import Endpoint, Reply
 from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
@@ -162,6 +162,7 @@ def test_a_server_that_keeps_the_blocks_of_hang_ups_does_not_answer_the_load(blo
         server.endpoint = dataclasses.replace(server.endpoint, deadline_s=2.0)
         row = server_soak._block_row(context, options, server, [f"p{i}" for i in range(200)])
     assert blocks or row.params["hang_ups"] >= 16
+    assert [holds for holds, _ in hang_up_claims([row.without_failed_value()])] == [not blocks]
     assert row.without_failed_value().is_unexpected is bool(blocks) and row.value == (0 if blocks else SOAK["users"])
 
 
