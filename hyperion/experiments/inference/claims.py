@@ -14,9 +14,9 @@ Claim = tuple[bool, str]
 # Largest change of perplexity or accuracy by a runtime. On an H100, bf16 changes the perplexity by less than 0.0001 and the
 # accuracy by at most 0.0004. 4-bit weights change the perplexity by at least 0.002.
 LARGEST_CHANGE = 1e-3
-# Largest ratio of two times of the same model in ONNX Runtime on the CPU. Only one of the two graphs has folded batch norms, and
-# other processes share the CPU. Threads that spin caused a ratio of 11.
-SAME_TIME = 2.0
+# Largest ratio of two times of the same model in ONNX Runtime on the CPU. One graph has fixed shapes and folded batch norms, and
+# other processes share the CPU: on two busy cores, the ratio was up to 2.3. Threads that spin caused ratios of 4 and 11.
+SAME_TIME = 3.0
 
 
 def parity_claims(rows: Sequence[Row]) -> list[Claim]:
