@@ -31,6 +31,7 @@ AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runt
 # These runtimes share one process. AOTInductor runs in a separate process, because loading its package can crash the process.
 IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
 CPU_PROVIDER = "CPUExecutionProvider"
+SPINNING = "session.intra_op.allow_spinning"
 GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
 _MOST_EXAMPLES = 4096
 # Operators that only change the shape or strides of a tensor, or allocate memory. They launch no kernel.
@@ -121,7 +122,8 @@ def prepare(
 
     Args:
         runtime: name of the runtime. `why_absent` must return "" for it.
-        model: module that maps inputs to logits, in float32 on the device.
+        model: module that maps inputs to logits, in `dtype` on the device. A float32 model cannot be converted here: the method
+            `to` would also round buffers that a 16-bit model keeps in float32, for example the frequencies of rotary embeddings.
         example: inputs of at least two examples.
         device: the device.
         dtype: number format for PyTorch's runtimes. ONNX Runtime and MIGraphX run the float32 graph.
@@ -129,15 +131,15 @@ def prepare(
         batches: batch sizes for which torch.compile compiles.
     """
     if runtime == EAGER:
-        return Prepared(_cast(model, dtype), device, dtype)
+        return Prepared(model, device, dtype)
     if runtime == COMPILED:
-        compiled = _Compiled(_cast(model, dtype), batches)
+        compiled = _Compiled(model, batches)
         first = example.to(FORMATS[dtype].storage) if example.is_floating_point() else example
         with torch.no_grad(), matmul_precision(FORMATS[dtype]), _recorded_loops(torch.device(device.torch_device)):
             seconds = measure_first_calls(lambda: compiled(first[:1]), device)
         return Prepared(compiled, device, dtype, {"compile_time_s": seconds}, ran={"compiled_for": list(batches)})
     if runtime == GRAPH:
-        return Prepared(_Captured(_cast(model, dtype)), device, dtype)
+        return Prepared(_Captured(model), device, dtype)
     path = folder / "model.onnx"
     began = time.perf_counter()
     if not path.exists():
@@ -228,11 +230,7 @@ class OrtSession:
         import onnxruntime
 
         self._path, self._provider = path, provider
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        # Idle threads that spin would take cores from PyTorch, whose calls are timed in alternation with those of this session.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=[provider])
         require_provider(provider, self._session.get_providers())
         self.ran = {"asked_provider": provider, "providers": ", ".join(self._session.get_providers())}
 
@@ -243,14 +241,32 @@ class OrtSession:
         """Run once under ONNX Runtime's profiler. Return the provider of each node that ran."""
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.enable_profiling, options.profile_file_prefix = True, str(self._path.with_suffix(""))
+        options = session_options(str(self._path.with_suffix("")))
         session = onnxruntime.InferenceSession(str(self._path), options, providers=[self._provider])
         session.run(None, {"x": x.cpu().numpy()})
         trace = Path(session.end_profiling())
         events = json.loads(trace.read_text())
         trace.unlink()
         return [event["args"]["provider"] for event in events if event.get("cat") == "Node" and "provider" in event["args"]]
+
+
+def session_options(profile_prefix: str = "") -> Any:
+    """Return the options of an ONNX Runtime session with as many threads as PyTorch.
+
+    The session's idle threads sleep. By default they spin. They then take cores from PyTorch and from other sessions, whose calls
+    are timed in alternation with those of this session: with four sessions on two cores, a call takes ten times as long.
+
+    Args:
+        profile_prefix: beginning of the path of the profile, or "" to write no profile.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry(SPINNING, "0")
+    if profile_prefix:
+        options.enable_profiling, options.profile_file_prefix = True, profile_prefix
+    return options
 
 
 def require_provider(asked: str, present: Sequence[str]) -> None:
@@ -310,10 +326,6 @@ def _kernels_of(event: Any) -> int:
 def _computes(name: str) -> bool:
     space, _, operator = name.rpartition("::")
     return (space not in ("", "profiler") and not _NO_WORK.fullmatch(operator)) or "cpp_fused" in name
-
-
-def _cast(model: nn.Module, dtype: str) -> nn.Module:
-    return model.to(FORMATS[dtype].storage)
 
 
 def _gpu_provider(device: Device) -> str:

@@ -11,8 +11,12 @@ from hyperion.experiments.inference.figures_operators import gaps, steps_of
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
-# Largest change of perplexity or accuracy that a runtime other than eager mode may cause: in fp32, and in a 16-bit format.
-SAME_FORMAT, SIXTEEN_BITS = 1e-3, 2e-2
+# Largest change of perplexity or accuracy by a runtime. On an H100, bf16 changes the perplexity by less than 0.0001 and the
+# accuracy by at most 0.0004. 4-bit weights change the perplexity by at least 0.002.
+LARGEST_CHANGE = 1e-3
+# Largest ratio of two times of the same model in ONNX Runtime on the CPU. One graph has fixed shapes and folded batch norms, and
+# other processes share the CPU: on two busy cores, the ratio was up to 2.3. Threads that spin caused ratios of 4 and 11.
+SAME_TIME = 3.0
 
 
 def parity_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -26,15 +30,47 @@ def parity_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def runtime_quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that no runtime changes perplexity or accuracy by more than its number format allows."""
+    """Check that no runtime changes perplexity or accuracy by more than `LARGEST_CHANGE`."""
     claims = []
     for row in rows:
         if row.metric not in ("perplexity_ratio", "accuracy_difference") or row.value is None:
             continue
-        allowed = SAME_FORMAT if row.dtype == "fp32" else SIXTEEN_BITS
         change = abs(row.value - (row.metric == "perplexity_ratio"))
-        claims.append((change <= allowed, f"{row.variant}, {row.params['model']}: {row.metric} {row.value:.5f}"))
+        claims.append((change <= LARGEST_CHANGE, f"{row.variant}, {row.params['model']}: {row.metric} {row.value:.5f}"))
     return claims or [(False, "no runtime was scored")]
+
+
+def time_claims(runtimes: Sequence[Row], quantised: Sequence[Row]) -> list[Claim]:
+    """Check that ONNX Runtime on the CPU takes about as long for the same fp32 model in both experiments.
+
+    Times of the same model and batch size may differ by the factor `SAME_TIME`. They come from the experiment `quantization`, and
+    from the latency, the search and the comparison with eager mode in `runtimes`. Rows that were timed while the threads of other
+    runtimes spun are not checked: they lack the params `idle_threads` and `order`.
+
+    Args:
+        runtimes: rows of the experiment `runtimes`.
+        quantised: rows of the experiment `quantization`.
+    """
+    times: dict[tuple[str, int], dict[str, float]] = {}
+
+    def add(row: Row, source: str, seconds: float) -> None:
+        times.setdefault((row.params["model"], row.params["batch"]), {})[source] = seconds
+
+    for row in quantised:
+        if row.metric == "inference_time_s" and row.variant == "original" and row.params.get("idle_threads") and row.value:
+            add(row, "quantization", row.value)
+    of_session = [row for row in runtimes if row.variant == "ONNX Runtime CPU" and row.value]
+    if any(row.params.get("order") for row in of_session):
+        for row in of_session:
+            if row.metric == "latency_p50_s":
+                add(row, "latency", not_none(row.value))
+            elif row.metric == "samples_per_s":
+                add(row, row.params["role"], row.params["batch"] / not_none(row.value))
+    claims = []
+    for (model, batch), found in times.items():
+        listed = ", ".join(f"{source} {1e3 * seconds:.3g} ms" for source, seconds in found.items())
+        claims.append((max(found.values()) <= SAME_TIME * min(found.values()), f"{model}, batch {batch}: {listed}"))
+    return claims
 
 
 def provider_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -66,8 +102,9 @@ def fusion_claims(rows: Sequence[Row]) -> list[Claim]:
 
 # The claim about decoding applies only to models whose weights are far larger than the last-level cache.
 LARGE_BYTES, SHARE_OF_BANDWIDTH = 5e9, 0.7
-# Largest change of perplexity by an 8-bit format, and by a 4-bit format.
-EIGHT_BITS, FOUR_BITS = 0.01, 0.15
+# Largest rise of perplexity by an 8-bit format, and by a 4-bit format, for the upper end of its interval. The largest upper ends
+# are 0.003 and 0.004, on an H100 and on two CPU cores.
+EIGHT_BITS, FOUR_BITS = 0.01, 0.02
 _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
@@ -93,20 +130,20 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def quality_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that perplexity rises by at most 1 % with 8-bit weights and 15 % with 4-bit weights.
+    """Check that perplexity rises by at most 1 % with 8-bit weights and 2 % with 4-bit weights.
 
-    A claim also holds if the rise is larger but not significantly so: its 95 % interval contains the limit.
+    The whole 95 % interval must be below the limit, so a noisy measurement does not pass.
     """
     claims = []
     for row in _known(rows, "perplexity_ratio"):
         allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS
         value = f"{row.value:.4f} ({row.ci_low:.4f} to {row.ci_high:.4f})"
-        claims.append((not_none(row.ci_low) <= 1 + allowed, f"{row.variant}: perplexity ratio {value}, allowed {1 + allowed}"))
+        claims.append((not_none(row.ci_high) <= 1 + allowed, f"{row.variant}: perplexity ratio {value}, allowed {1 + allowed}"))
     return claims or [(False, "no row of perplexity_ratio has a value")]
 
 
 def decode_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
+    """Check that the fastest mode of decoding with a large unquantised model reaches `SHARE_OF_BANDWIDTH` of the bandwidth.
 
     The bandwidth is that of the copy in chapter 1.1. If this run did not measure the copy, the bandwidth in the data sheet is
     used. If no large model was decoded, as on a CPU, the result contains no such claim.
@@ -123,7 +160,11 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def training_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that every variant lowers the held-out loss, and that the base weights did not change."""
+    """Check that every variant lowers the held-out loss, and that the base weights did not change.
+
+    A claim also does not hold if a row has no value because its check failed: the training loss of a variant is too far above
+    that of its twin, or a weight of a quantised base is beyond its bound.
+    """
     claims = []
     losses: dict[str, dict[int, float]] = {}
     for row in _known(rows, "validation_loss"):
@@ -131,6 +172,8 @@ def training_claims(rows: Sequence[Row]) -> list[Claim]:
     for variant, by_step in losses.items():
         before, after = by_step[min(by_step)], by_step[max(by_step)]
         claims.append((after < before, f"{variant}: held-out loss {before:.4f} before and {after:.4f} after the training"))
+    checked = [*_known(rows, "loss_difference_nats"), *_known(rows, "relative_difference")]
+    claims += [(row.value is not None, f"{row.variant}, {row.metric}: {row.value_reason}") for row in checked]
     unchanged = [row for row in _known(rows, "relative_difference") if row.params["what"] == "base weights after training"]
     claims += [(row.value == 0, f"{row.variant}: the base weights changed") for row in unchanged]
     return claims or [(False, "no variant was trained")]

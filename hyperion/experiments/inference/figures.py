@@ -1,5 +1,7 @@
 """Figures for the chapter on inference. The figures on quantised weights and on operators are in separate modules."""
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -11,6 +13,7 @@ from hyperion.results import Row
 
 TITLES = {"runtimes": "Runtimes of trained models", **figures_quantization.TITLES, **figures_operators.TITLES}
 _PERCENTILES = ("latency_p50_s", "latency_p95_s", "latency_p99_s")
+_COMPILED, _EAGER = "torch.compile", "eager"
 
 
 def runtime_latency(material: Material) -> Figure | None:
@@ -25,7 +28,16 @@ def runtime_throughput(material: Material) -> Figure | None:
     # Omit batches that the search tried and rejected because they do not fit or take too long. The row of a runtime that cannot
     # be used has no role. Keep it, because it contains the reason.
     best = [row for row in rows if row.params.get("role") in (None, "best batch")]
-    return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0)
+    searched = {runtime: _searched(rows, runtime) for runtime in (_COMPILED, _EAGER)}
+    notes = []
+    if searched[_COMPILED] and searched[_COMPILED] < searched[_EAGER]:
+        tried = ", ".join(map(str, sorted(searched[_COMPILED])))
+        notes.append(f"{_COMPILED}: only the batches {tried} were tried, because each needs a compilation.")
+    return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0, notes)
+
+
+def _searched(rows: list[Row], runtime: str) -> set[int]:
+    return {row.params["batch"] for row in rows if row.variant == runtime and row.params.get("role") == "search"}
 
 
 def kernel_counts(material: Material) -> Figure | None:
@@ -34,7 +46,9 @@ def kernel_counts(material: Material) -> Figure | None:
     return _panels(material, rows, "Kernels of one call", "kernels", 1.0)
 
 
-def _panels(material: Material, rows: list[Row], title: str, label: str, factor: float) -> Figure | None:
+def _panels(
+    material: Material, rows: list[Row], title: str, label: str, factor: float, notes: Sequence[str] = ()
+) -> Figure | None:
     known = measured(rows)
     if not known:
         return None
@@ -47,7 +61,7 @@ def _panels(material: Material, rows: list[Row], title: str, label: str, factor:
         axes.set_title(model)
     # Only throughput rows have a limit, so do not add notes about the missing limit of other rows.
     noted = [row for row in rows if row.value is None or row.limit_source]
-    add_notes(figure, dict.fromkeys(absences(noted, lambda row: row.variant)))
+    add_notes(figure, dict.fromkeys([*notes, *absences(noted, lambda row: row.variant)]))
     return figure
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.errors import HyperionError
+from hyperion.experiments.inference.backends import session_options
 
 PROVIDER = "CPUExecutionProvider"
 DYNAMIC, STATIC, DIVERGENCE = "int8 dynamic", "int8 static", "int8 static, divergence"
@@ -180,11 +181,10 @@ class Session:
 
     Args:
         path: path of the ONNX file.
-        threads: number of threads.
     """
 
-    def __init__(self, path: Path, threads: int):
-        self.path, self.threads = path, threads
+    def __init__(self, path: Path):
+        self.path = path
         self._session = self._open(profiling="")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -196,11 +196,7 @@ class Session:
     def _open(self, profiling: str) -> Any:
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        if profiling:
-            options.enable_profiling, options.profile_file_prefix = True, profiling
-        return onnxruntime.InferenceSession(str(self.path), options, providers=[PROVIDER])
+        return onnxruntime.InferenceSession(str(self.path), session_options(profiling), providers=[PROVIDER])
 
     def what_ran(self, x: Tensor) -> tuple[Counter[str], set[str]]:
         """Run once under ONNX Runtime's profiler. Return how often each operator was called, and the providers that ran them."""

@@ -8,8 +8,10 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hyperion.experiments.inference.layers import LAYERS, layer_case
-from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward
+from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward, gradient_error
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.verify import matmul_precision
 from hyperion.processes import report_progress, world
@@ -75,23 +77,43 @@ OPERATORS = {
     "resampling": ("nn.functional.interpolate", "nn.functional.grid_sample"),
     "spectra": ("fft.rfft", "fft.irfft"),
 }
-# Known inaccuracies of PyTorch itself: {(operator, pass): (number formats, cause)}. Their errors are reported, but do not count
-# as failures.
+
+
+@dataclass(frozen=True)
+class KnownGap:
+    """A known inaccuracy of PyTorch itself. Its errors are reported, but do not count as failures up to a ceiling.
+
+    Args:
+        ceilings: largest ratio of an error to its tolerance, by number format. It is about twice the largest ratio found on a CPU
+            with three seeds and all sample inputs, and on an H100. It is infinite if results are not finite.
+        cause: cause of the inaccuracy.
+    """
+
+    ceilings: dict[str, float]
+    cause: str
+
+
+# Known gaps by (operator, pass).
 KNOWN_GAPS = {
-    ("logcumsumexp", "backward"): (
-        ("fp32", "bf16", "fp16"),
+    ("logcumsumexp", "backward"): KnownGap(
+        {"fp32": 200, "bf16": 45, "fp16": 350},
         "the gradient is computed as exp(log|g| - y + x), which loses the digits of g where |y| is large",
     ),
-    ("linalg.vector_norm", "backward"): (("fp16",), "the powers |x|^(p - 1) of small numbers are below the smallest fp16 number"),
-    ("nn.functional.normalize", "backward"): (
-        ("fp16",),
+    ("linalg.vector_norm", "backward"): KnownGap(
+        {"fp16": 100}, "the powers |x|^(p - 1) of small numbers are below the smallest fp16 number"
+    ),
+    ("nn.functional.normalize", "backward"): KnownGap(
+        {"fp16": math.inf},
         "the powers of small numbers and of small norms are below the smallest fp16 number, so the gradient is not finite",
     ),
-    ("nn.functional.grid_sample", "backward"): (
-        ("bf16", "fp16"),
+    ("nn.functional.grid_sample", "backward"): KnownGap(
+        {"bf16": 15, "fp16": 55},
         "the position in pixels is rounded to the format, so it can be in another pixel, where the gradient is another one",
     ),
 }
+# In 16-bit formats, a gradient of zeros can be below the ceiling of a gap. Its relative error is 1 for every sample input, and a
+# gap affects some of them. So the median error must be below this number. The largest one is 0.90: logcumsumexp, one sample.
+LARGEST_MEDIAN_ERROR = 0.95
 # Excluded entries of the database. They are step functions of a quotient. If the exact quotient is just below an integer, it is
 # rounded to this integer, and the result differs by 1.
 _STEPS = ("div (trunc_rounding)", "div (floor_rounding)")
@@ -132,7 +154,7 @@ def check_operators(
         compiled: operators whose first sample input is also checked with torch.compile.
         seed: seed of the sample inputs.
         file: path of the file. Each line is a JSON list [name, outcomes]. An outcome is a dict with the keys entry, dtype, pass,
-            mode, status, ratio, samples and reason.
+            mode, status, ratio, samples, reason and error: for known gaps, the median relative error of the gradient.
         threads: largest number of threads for the float64 references on the CPU.
 
     Returns:
@@ -178,9 +200,10 @@ class _Checker:
         for entry, operator in self._entries.get(name, {}).items():
             for dtype in self.formats:
                 cases = functools.partial(self._cases, operator, dtype)
-                outcomes += self._outcomes(entry, dtype, "eager", cases)
+                is_known = (name, "backward") in KNOWN_GAPS and dtype in KNOWN_GAPS[name, "backward"].ceilings
+                outcomes += self._outcomes(entry, dtype, "eager", cases, is_known)
                 if compiled:
-                    outcomes += self._outcomes(entry, dtype, "compiled", lambda cases=cases: cases()[:1])
+                    outcomes += self._outcomes(entry, dtype, "compiled", lambda cases=cases: cases()[:1], is_known)
         return outcomes
 
     def _layer_cases(self, name: str, dtype: str) -> list[Case]:
@@ -198,12 +221,15 @@ class _Checker:
         fixed = _NO_DROPOUT.get(operator.name, {})
         return [Case(function, (one.input, *one.args), one.kwargs | fixed, in_storage) for one in chosen]
 
-    def _outcomes(self, entry: str, dtype: str, mode: str, make_cases: Callable[[], list[Case]]) -> list[dict]:
+    def _outcomes(
+        self, entry: str, dtype: str, mode: str, make_cases: Callable[[], list[Case]], is_known: bool = False
+    ) -> list[dict]:
         compute = forward_backward
         if mode == "compiled":
             torch._dynamo.reset()
             compute = _compiled
         ratios: dict[str, list[float]] = {}
+        of_gradient: list[float] = []
         errors: dict[str, Exception] = {}
         try:
             cases = make_cases()
@@ -217,11 +243,14 @@ class _Checker:
                 errors.setdefault("backward" if found else "forward", error)
             for which, ratio in found.items():
                 ratios.setdefault(which, []).append(ratio)
+            if is_known and "backward" in found:
+                of_gradient.append(gradient_error(case, self.seed, compute))
         common = {"entry": entry, "dtype": dtype, "mode": mode}
         outcomes = []
         for which, found in ratios.items():
             status = "passed" if max(found) <= 1 else "failed"
-            outcomes.append(common | {"pass": which, "status": status, "ratio": max(found), "samples": len(found)})
+            outcome = common | {"pass": which, "status": status, "ratio": max(found), "samples": len(found)}
+            outcomes.append(outcome | ({"error": statistics.median(of_gradient)} if is_known and which == "backward" else {}))
         for which, error in errors.items():
             status = "unsupported" if _is_unsupported(error) else "failed"
             outcomes.append(common | {"pass": which, "status": status, "reason": _text(error)})

@@ -18,7 +18,7 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.experiments.inference.layers import LAYERS, round_trip
-from hyperion.experiments.inference.operator_checks import KIND_OF, KNOWN_GAPS, check_operators
+from hyperion.experiments.inference.operator_checks import KIND_OF, KNOWN_GAPS, LARGEST_MEDIAN_ERROR, check_operators
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes import Job, run_job
 from hyperion.processes.job import JobError
@@ -200,11 +200,16 @@ def _rows_of(context: Context, name: str, outcomes: list[dict]) -> list[Row]:
     for (entry, dtype, mode), found in groups.items():
         worst = max(found, key=lambda one: one["ratio"])
         params = {"kind": kind, "mode": mode, "worst pass": worst["pass"], "sample inputs": worst["samples"]}
-        formats, cause = KNOWN_GAPS.get((name, worst["pass"]), ((), ""))
-        if worst["ratio"] > 1 and dtype in formats and not math.isfinite(worst["ratio"]):
-            rows.append(context.absent_row(entry, METRIC, f"known: {cause}", dtype=dtype, params=params | {"cause": cause}))
-        elif worst["ratio"] > 1 and dtype in formats:
-            rows.append(context.row(entry, METRIC, worst["ratio"], dtype=dtype, params=params | {"cause": cause}))
+        gap = KNOWN_GAPS.get((name, worst["pass"]))
+        ceiling = gap.ceilings.get(dtype, 0.0) if gap else 0.0
+        is_known = 1 < worst["ratio"] <= ceiling and worst["error"] <= LARGEST_MEDIAN_ERROR
+        if gap and is_known:
+            params |= {"cause": gap.cause, "median error": worst["error"]}
+            if math.isfinite(worst["ratio"]):
+                check = checked("float64, ceiling of the known gap", worst["ratio"], ceiling)
+                rows.append(context.row(entry, METRIC, worst["ratio"], dtype=dtype, params=params, **check))
+            else:
+                rows.append(context.absent_row(entry, METRIC, f"known: {gap.cause}", dtype=dtype, params=params))
         else:
             check = checked("float64", worst["ratio"], 1.0)
             rows.append(context.row(entry, METRIC, worst["ratio"], dtype=dtype, params=params, **check))

@@ -36,7 +36,7 @@ from hyperion.experiments.inference.quantized_linears import (
     layer_error,
     output_bound,
     replace_linears,
-    represented_weight,
+    stored_error,
     weight_bytes_of,
     what_ran,
 )
@@ -228,9 +228,10 @@ class _Material:
         functions = [call for _, call in calls.values()]
         limit_s = self.options.time_limit_s * len(calls)
         timings = dict(zip(calls, time_interleaved(functions, self.device, cold=False, time_limit_s=limit_s), strict=True))
+        threads = {"idle_threads": "sleep"} if self.runtime == ORT else {}
         rows, frames = [], []
         for name, timing in timings.items():
-            columns = self.columns(calls[name][0], batch=len(self.batch()), cache="hot")
+            columns = self.columns(calls[name][0], batch=len(self.batch()), cache="hot", **threads)
             limit = (None, _NO_TIME_LIMIT)
             rows.append(timed_row(self.context, name, "inference_time_s", timing.estimate, timing, limit=limit, **columns))
             if name != ORIGINAL:
@@ -323,8 +324,7 @@ def _error_rows(
     of_output, of_weight = [], []
     for name, layer in layers.items():
         error, weight_ratio, output_ratio = layer_error(scheme, originals[name], layer, *seen[name])
-        exact = originals[name].double()
-        of_weight.append((((represented_weight(layer) - exact).norm() / exact.norm()).item(), weight_ratio))
+        of_weight.append((stored_error(scheme, originals[name], layer)[0], weight_ratio))
         of_output.append((error, output_ratio))
     return [
         material.context.row(
@@ -346,14 +346,14 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
     if reason := onnx_int8.why_no_onnx():
         columns = material.columns("int8")
         return [context.absent_row(kind, "weight_bytes", reason, **columns) for kind in kinds], []
-    folder, threads, batch = _folder(context), torch.get_num_threads(), material.batch()
+    folder, batch = _folder(context), material.batch()
     model = trained.load(material.device)
     calibration = list(trained.calibration(material.device).split(len(batch)))
     # The head of the language model shares its weights with the embedding, so it stays in float32, as in PyTorch.
     embedding: Any = model.get_submodule("lm.lm_head") if language else None
     head = embedding.weight.shape[0] if language else 0
     source = onnx_int8.export(model, batch, folder / f"{trained.kind}.onnx")
-    sessions = {ORIGINAL: Session(source, threads)}
+    sessions = {ORIGINAL: Session(source)}
     scores = material.score(sessions[ORIGINAL])
     rows = material.quality_rows(ORIGINAL, "fp32", scores, scores)
     shapes = [tuple(weight.shape) for weight in _products(model)]
@@ -361,7 +361,7 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
         target = folder / f"{trained.kind}-{kind.replace(', ', '-').replace(' ', '-')}.onnx"
         usable = [one for one in calibration if len(one) == len(batch)]
         onnx_int8.quantise(kind, source, target, usable, head)
-        session = sessions[kind] = Session(target, threads)
+        session = sessions[kind] = Session(target)
         operators, providers = session.what_ran(batch)
         products = sum(operators[name] for name in onnx_int8.INTEGER_PRODUCTS)
         ran = {name: operators[name] for name in onnx_int8.INTEGER_PRODUCTS if operators[name]}
@@ -371,13 +371,13 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
         rows += material.quality_rows(kind, "int8", material.score(session), scores)
         stored, computed = onnx_int8.stored_weight_bytes(target), onnx_int8.weight_bytes(kind, shapes)
         rows += material.byte_rows(kind, "int8", stored, computed, target)
-    rows += _onnx_error_rows(material, model, folder, threads, kinds)
+    rows += _onnx_error_rows(material, model, folder, kinds)
     calls = {name: ("fp32" if name == ORIGINAL else "int8", lambda one=one: one(batch)) for name, one in sessions.items()}
     timed, frames = material.time_rows(calls)
     return rows + timed, frames
 
 
-def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, threads: int, kinds: tuple[str, ...]) -> list[Row]:
+def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, kinds: tuple[str, ...]) -> list[Row]:
     """Return rows that compare a single layer with its float64 original, for inputs that it receives in the model.
 
     The layer is exported and quantised without the rest of the model.
@@ -401,7 +401,7 @@ def _onnx_error_rows(material: _Material, model: nn.Module, folder: Path, thread
         roundoff = weight[0].numel() * torch.finfo(torch.float32).eps
         dw = onnx_int8.weight_error(kind, weight)
         bound = output_bound(product, x, weight, ranges.input_error(x), dw, roundoff) + ranges.output_error(exact)
-        error = (Session(target, threads)(x).double() - exact).abs()
+        error = (Session(target)(x).double() - exact).abs()
         rows.append(
             material.context.row(
                 kind,

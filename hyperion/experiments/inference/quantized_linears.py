@@ -481,9 +481,20 @@ def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, 
     dw = scheme.weight_error(weight_NK)
     exact = F.linear(x_MK.double(), weight_NK.double())
     bound = output_bound(F.linear, x_MK, weight_NK, scheme.input_error(x_MK), dw, scheme.roundoff(weight_NK.shape[1], x.dtype))
-    of_weight = (represented_weight(layer) - weight_NK.double()).abs()
     of_output = (y_MN - exact).abs()
-    return (of_output.norm() / exact.norm()).item(), _largest_ratio(of_weight, dw), _largest_ratio(of_output, bound)
+    of_weight = stored_error(scheme, weight_NK, layer)[1]
+    return (of_output.norm() / exact.norm()).item(), of_weight, _largest_ratio(of_output, bound)
+
+
+def stored_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module) -> tuple[float, float]:
+    """Compare the stored weights of a quantised layer with the original weights.
+
+    Returns:
+        (relative Frobenius error, largest ratio of a stored weight's error to its bound).
+    """
+    exact = weight_NK.double()
+    error = (represented_weight(layer) - exact).abs()
+    return (error.norm() / exact.norm()).item(), _largest_ratio(error, scheme.weight_error(weight_NK))
 
 
 def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:

@@ -142,6 +142,26 @@ def errors_over_tolerance(
     return ratios
 
 
+def gradient_error(case: Case, seed: int, compute: Callable[..., Derivatives] = forward_backward) -> float:
+    """Return the relative Frobenius error of all gradients of a call against float64.
+
+    Elements that are not finite count as zeros, so the error is 1 if no gradient is computed. Arguments are those of
+    `errors_over_tolerance`.
+    """
+    leaves, structure = tree_flatten((case.args, case.kwargs))
+    _, gradients, cotangents = compute(case.function, leaves, structure, None, seed)
+    generator = torch.Generator()
+    exact_leaves, given = ([_in_float64(one, 0.0, generator) for one in ones] for ones in (leaves, cotangents))
+    exact = forward_backward(case.function, exact_leaves, structure, given, seed)[1]
+    pairs = [(_finite(tested.cpu().double()), _finite(wanted)) for tested, wanted in zip(gradients, exact, strict=True)]
+    size = math.hypot(*(wanted.norm().item() for _, wanted in pairs))
+    return math.hypot(*((tested - wanted).norm().item() for tested, wanted in pairs)) / size if size else 0.0
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isfinite(), tensor, 0.0)
+
+
 def _in_float64(leaf: Any, change: float, generator: torch.Generator) -> Any:
     """Return the argument of the float64 reference that corresponds to `leaf`.
 

@@ -45,7 +45,8 @@ class Backend:
         module: module that `python -m` runs.
         packages: packages that it needs.
         options: function of (folder of the model, port, dtype, device, sizes) that returns the command-line options.
-        log_mark: text in the log that proves continuous batching, or "" if the program always batches continuously.
+        log_mark: text in the log that proves continuous batching, or "" if the program always batches continuously. The
+            experiment `server_answers` checks in addition that answers overlap.
     """
 
     name: str

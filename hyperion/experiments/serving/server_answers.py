@@ -3,10 +3,11 @@
 A server batches unrelated requests and stores their keys and values in blocks. Neither batching nor blocks may change an answer.
 The experiment compares greedy answers with those of `generate`. In fp32, every token must be equal. In bf16, two correct programs
 may choose different tokens at a position where the two largest logits differ by less than the rounding errors. All later tokens
-may then differ too, so the comparison ends at the first such position.
+may then differ too, so the comparison ends at the first such position. The experiment also checks that answers overlap in time.
 """
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
@@ -14,13 +15,17 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
-from hyperion.experiments.serving.client import closed_loop, in_event_loop, why_invalid
+from hyperion.experiments.serving.client import closed_loop, complete, in_event_loop, why_invalid
 from hyperion.experiments.serving.served_models import DATA, ServedModel, pieces_of, prompts_of, served_model
 from hyperion.experiments.serving.server import Server, ServerError, running_server
 from hyperion.results import Row
 
 COMPARED = "tokens equal to generate"
+OVERLAPPED = "short answers that ended before a longer answer that began before them"
 SHARE = "share of tokens before the first undecided one"
+_LONGER = 4  # number of tokens of the long answer, relative to `output_tokens`
+_HEAD_START_S = 0.02
+_ATTEMPTS = 3
 
 
 class ServerAnswersOptions(Options):
@@ -173,12 +178,14 @@ def _compare(
     reason = why_invalid(replies, len(prompts)) or why_not_batched(server, backend)
     if reason:
         return [context.absent_row(backend.name, "count", reason, dtype=dtype, params=params)]
+    overlap = overlap_row(context, server, backend.name, prompts, _LONGER * options.output_tokens, dtype)
     by_prompt = dict(zip((reply.prompt for reply in replies), replies, strict=True))
     pairs = [(by_prompt[prompt].pieces, reference) for prompt, reference in zip(prompts, references, strict=True)]
     differing = sum(differing_pieces(*pair) for pair in pairs)
     decided, whole = sum(reference.decided for reference in references), sum(len(reference.pieces) for reference in references)
     identity = {"dtype": dtype, "data_source": model.source}
     rows = [
+        replace(overlap, data_source=model.source),
         context.row(backend.name, "count", decided, params=params, **identity, **checked("tokens that differ", differing, 0)),
         context.row(backend.name, "start_time_s", server.start_s, params={"model": options.model}, **identity),
     ]
@@ -192,6 +199,40 @@ def why_not_batched(server: Server, backend: Backend) -> str:
     if backend.log_mark in server.log_text():
         return ""
     return f"refused: the log of {backend.name} does not contain {backend.log_mark!r}, so it does not batch continuously"
+
+
+def overlap_row(context: Context, server: Server, name: str, prompts: list[str], tokens: int, dtype: str) -> Row:
+    """Check that a server works on several answers at the same time. Return the row with the number of overlapping answers.
+
+    A long answer is requested, and shortly afterwards several short ones. A server that answers one request after another would
+    end the long answer first. The order does not depend on the speed of the machine. If the long answer ends early or another
+    process takes the cores, another prompt is tried.
+
+    Args:
+        context: context of the experiment.
+        server: the server.
+        name: name of the backend.
+        prompts: prompt of the long answer, and prompts of the short ones.
+        tokens: number of tokens in the long answer. The short ones have one token.
+        dtype: number format.
+    """
+
+    async def overlapping() -> int:
+        async with server.endpoint.session() as session:
+            long = asyncio.create_task(complete(session, server.endpoint, prompts[0], tokens))
+            await asyncio.sleep(_HEAD_START_S)
+            short = await asyncio.gather(*(complete(session, server.endpoint, prompt, 1) for prompt in prompts[1:]))
+            last_s = (await long).end_s
+            return 0 if long.result().error else sum(not reply.error and reply.end_s < last_s for reply in short)
+
+    most = 0
+    for _ in range(_ATTEMPTS):
+        most = max(most, in_event_loop(overlapping))
+        if most == len(prompts) - 1:
+            break
+        prompts = [*prompts[1:], prompts[0]]
+    check = checked("short answers that waited for the longer one", len(prompts) - 1 - most, 0)
+    return context.row(name, "count", most, dtype=dtype, params={"what": OVERLAPPED, "tokens": tokens}, **check)
 
 
 def _params(options: ServerAnswersOptions, what: str) -> dict:

@@ -1,10 +1,17 @@
 """What the figures of runtimes show, and which rows the claims about runtimes refuse."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from hyperion.experiments.inference.claims import fusion_claims, parity_claims, provider_claims, runtime_quality_claims
+from hyperion.experiments.inference.claims import (
+    fusion_claims,
+    parity_claims,
+    provider_claims,
+    runtime_quality_claims,
+    time_claims,
+)
 from hyperion.experiments.inference.figures import PLOTS, TITLES, kernel_counts, runtime_latency, runtime_throughput
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
@@ -49,6 +56,15 @@ def test_the_best_batch_is_drawn_and_not_the_search(material):
     assert labels(axes)[0] == "eager, batch 16"
 
 
+def test_the_batches_of_torch_compile_are_named_if_it_tries_fewer_than_eager_mode(tmp_path):
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    for chapter, experiment, rows, samples in runtime_chapters():
+        fewer = [row for row in rows if (row.variant, row.params.get("batch")) != ("torch.compile", 4)]
+        run.record(chapter, experiment, fewer, samples, input_hash="h")
+    note = "torch.compile: only the batches 16 were tried, because each needs a compilation."
+    assert note in drawn(runtime_throughput, Material(run)).get_supxlabel()
+
+
 def test_kernels_have_one_bar_for_each_runtime(material):
     assert [bar.get_width() for bar in drawn(kernel_counts, material).axes[1].patches] == [60.0, 30.0, 20.0]
 
@@ -68,10 +84,11 @@ def test_claims_hold_for_good_rows(rows):
     assert len(claims) == 6 + 6 + 2 and all(holds for holds, _ in claims)
 
 
-def test_a_changed_perplexity_refutes_its_claim_but_not_in_sixteen_bits(rows):
-    wrong = made_up_row("AOTInductor", "perplexity_ratio", 1.01, {"model": "llama"})
-    assert not all(holds for holds, _ in runtime_quality_claims([wrong]))
-    assert all(holds for holds, _ in runtime_quality_claims([replace(wrong, dtype="bf16")]))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_perplexity_of_4_bit_weights_refutes_its_claim(dtype):
+    good = replace(made_up_row("AOTInductor", "perplexity_ratio", 1.0004, {"model": "llama"}), dtype=dtype)
+    assert all(holds for holds, _ in runtime_quality_claims([good]))
+    assert not any(holds for holds, _ in runtime_quality_claims([replace(good, value=1.002)]))
 
 
 def test_a_session_on_another_provider_or_device_refutes_its_claim():
@@ -81,6 +98,27 @@ def test_a_session_on_another_provider_or_device_refutes_its_claim():
     asked_gpu = params | {"asked_provider": "CUDAExecutionProvider", "providers": "CPUExecutionProvider", "device": "cuda"}
     assert not all(holds for holds, _ in provider_claims([replace(good, params=asked_gpu)]))
     assert not all(holds for holds, _ in provider_claims([replace(good, params=good.params | {"device": "cuda"})]))
+
+
+def test_threads_that_compete_refute_the_claim_about_times():
+    base = {"model": "resnet18", "batch": 1}
+    made_up = partial(made_up_row, "ONNX Runtime CPU")
+    own = [
+        made_up("latency_p50_s", 2.4e-3, base),
+        made_up("samples_per_s", 400.0, base | {"role": "search"}),
+        made_up("samples_per_s", 300.0, base | {"role": "one example", "order": "blocks"}),
+    ]
+    other = made_up_row("original", "inference_time_s", 2.6e-3, base | {"idle_threads": "sleep"})
+    assert [holds for holds, _ in time_claims(own, [other])] == [True]
+    assert [holds for holds, _ in time_claims(own, [replace(other, value=27.2e-3, ci_low=None, ci_high=None)])] == [False]
+    slow = made_up("samples_per_s", 107.0, base | {"role": "one example", "order": "blocks"})
+    assert [holds for holds, _ in time_claims([*own[:2], slow], [other])] == [False]
+    # The rows of an earlier version lack these params, and another batch size is not compared.
+    assert time_claims(own[:2], [replace(other, value=27.2e-3, params=base)]) == []
+    assert [holds for holds, _ in time_claims(own, [replace(other, value=27.2e-3, params=other.params | {"batch": 4})])] == [
+        True,
+        True,
+    ]
 
 
 def test_no_fusion_and_no_rows_refute_their_claims(rows):

@@ -15,7 +15,7 @@ from hyperion.experiments.inference.claims import operator_claims
 from hyperion.experiments.inference.figures_operators import count_table, gaps
 from hyperion.experiments.inference.operator_checks import KIND_OF
 from hyperion.experiments.inference.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of
-from hyperion.experiments.inference.rounding import Case, errors_over_tolerance
+from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.inference import dying_operators
 
@@ -168,7 +168,15 @@ def test_every_operator_of_the_list_is_in_the_database(checker):
 
 def test_a_known_gap_has_its_cause_and_an_unknown_one_is_refused(tmp_path):
     context = toy_context("operator_suite", SIZES, tmp_path)
-    one = {"entry": "logcumsumexp", "dtype": "bf16", "mode": "eager", "pass": "backward", "status": "failed", "samples": 1}
+    one = {
+        "entry": "logcumsumexp",
+        "dtype": "bf16",
+        "mode": "eager",
+        "pass": "backward",
+        "status": "failed",
+        "samples": 1,
+        "error": 0.9,
+    }
     (known,) = operator_suite._rows_of(context, "logcumsumexp", [one | {"ratio": 30.0}])
     (unknown,) = operator_suite._rows_of(context, "logcumsumexp", [one | {"ratio": 30.0, "pass": "forward"}])
     assert known.without_failed_value().value == 30 and [line["status"] for line in gaps([known])] == ["known"]
@@ -180,6 +188,35 @@ def test_a_known_gap_has_its_cause_and_an_unknown_one_is_refused(tmp_path):
     fp16, bf16 = (operator_suite._rows_of(context, "nn.functional.normalize", [one | {"dtype": d}])[0] for d in ("fp16", "bf16"))
     assert fp16.value is None and not fp16.is_unexpected and [line["status"] for line in gaps([fp16])] == ["known"]
     assert bf16.without_failed_value().is_unexpected
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "error"),
+    [("logcumsumexp", 46.0, 0.9), ("logcumsumexp", 25.0, 1.0), ("nn.functional.normalize", math.inf, 1.0)],
+    ids=["above the ceiling", "zeros below the ceiling", "no finite gradient"],
+)
+def test_a_known_gap_with_a_larger_error_is_refused(name, ratio, error, tmp_path):
+    context = toy_context("operator_suite", SIZES, tmp_path)
+    dtype = "fp16" if math.isinf(ratio) else "bf16"
+    one = {"entry": name, "dtype": dtype, "mode": "eager", "pass": "backward", "status": "failed", "samples": 1}
+    (row,) = operator_suite._rows_of(context, name, [one | {"ratio": ratio, "error": error}])
+    assert row.without_failed_value().is_unexpected
+
+
+def test_a_gradient_of_zeros_of_a_known_gap_is_refused(checker, tmp_path, monkeypatch):
+    def zeros(*given):
+        outputs, gradients, cotangents = forward_backward(*given)
+        return outputs, [torch.zeros_like(one) for one in gradients], cotangents
+
+    def row_of(dtype):
+        outcomes = [one for one in checker.check("logcumsumexp", False) if (one["dtype"], one["pass"]) == (dtype, "backward")]
+        return operator_suite._rows_of(context, "logcumsumexp", outcomes)[0].without_failed_value()
+
+    context = toy_context("operator_suite", SIZES, tmp_path)
+    monkeypatch.setattr(checker, "formats", ["fp32", "bf16", "fp16"])
+    assert not any(row_of(dtype).is_unexpected for dtype in checker.formats)
+    monkeypatch.setattr(operator_checks, "forward_backward", zeros)
+    assert all(row_of(dtype).is_unexpected for dtype in checker.formats)
 
 
 def test_without_the_database_the_rows_have_the_reason_and_the_layers_are_checked(tmp_path, monkeypatch):

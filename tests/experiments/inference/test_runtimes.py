@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from hyperion.chapter.profiles import load_profile
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import backends, runtimes
+from hyperion.experiments.inference import backends, onnx_int8, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
+    COMPILED,
     CPU_PROVIDER,
     EAGER,
     ORT_CPU,
@@ -29,8 +31,10 @@ from hyperion.experiments.inference.backends import (
     why_no_migraphx,
     why_no_provider,
 )
+from hyperion.experiments.inference.quantized_linears import SCHEMES, replace_linears
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
 from hyperion.hardware import detect_cpu
+from hyperion.measure import FORMATS
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED
 from hyperion.workloads.trained_models import trained_classifier, trained_language_model
@@ -40,6 +44,7 @@ from tests.experiments.inference import dying_jobs
 pytestmark = pytest.mark.slow
 
 CPU = detect_cpu()
+INT4 = next(scheme for scheme in SCHEMES if scheme.dtype == "int4")
 SIZES = {
     "language_model": "llama_toy",
     "classifier": "resnet18_toy",
@@ -64,13 +69,15 @@ def material(toy_models, tmp_path_factory):
         yield context, trained_classifier(context, "resnet18_toy"), trained_language_model(context, "llama_toy")
 
 
-def measured(material, runtime, change=lambda logits: logits, model=1):
-    """Rows of a model in a runtime, whose logits are changed."""
+def measured(material, runtime, change=lambda logits: logits, model=1, dtype="fp32", change_model=lambda model: None):
+    """Rows of a model in a runtime, whose logits or whose layers are changed."""
     context, trained = material[0], material[model]
     options = RuntimesOptions.of(context)
     reference = runtimes._Reference(trained, CPU, CPU, options)
-    prepared = prepare(runtime, trained.load(CPU), reference.inputs[:2], CPU, "fp32", context.workspace)
-    changed = Prepared(lambda x: change(prepared.call(x)), CPU, "fp32", prepared.seconds, prepared.stored_bytes, prepared.ran)
+    loaded = trained.load(CPU, FORMATS[dtype].storage)
+    change_model(loaded)
+    prepared = prepare(runtime, loaded, reference.inputs[:2], CPU, dtype, context.workspace)
+    changed = Prepared(lambda x: change(prepared.call(x)), CPU, dtype, prepared.seconds, prepared.stored_bytes, prepared.ran)
     kernels_of = prepared if runtime == ORT_CPU else changed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtimes, "count_kernels", lambda one, x: count_kernels(kernels_of, x))
@@ -94,6 +101,18 @@ def test_eager_mode_is_itself(material, model):
     assert of(rows, "latency_p99_s")[0].value_reason.endswith("samples; an interval of this percentile needs 368")
     assert [row.params["batch"] for row in of(rows, "samples_per_s", role="search")] == [1, 3]
     assert len(of(rows, "samples_per_s", role="best batch")) == 1 and not of(rows, "speedup")
+
+
+def test_eager_mode_in_16_bits_is_itself_with_frequencies_in_float32(material, monkeypatch):
+    context, trained = material[0], material[2]
+    seen = []
+    monkeypatch.setattr(runtimes, "IN_PROCESS", (EAGER,))
+    monkeypatch.setattr(runtimes, "prepare", lambda *given: seen.append(given[1]) or prepare(*given))
+    sixteen = dataclasses.replace(context, sizes=context.sizes | {"dtype": "bf16"})
+    rows = runtimes.measure_in_process(sixteen, lambda *_: None, str(trained.folder)).rows
+    assert [row.value for row in of(rows, "relative_difference", against="PyTorch eager")] == [0.0]
+    assert {one.dtype for one in seen[0].parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in seen[0].buffers()} == {torch.float32}, "the frequencies of the rotary embeddings"
 
 
 def test_a_slow_runtime_is_timed_with_fewer_calls_and_smaller_batches(material, monkeypatch):
@@ -131,6 +150,8 @@ def test_onnx_runtime_agrees_and_says_which_provider_ran(material):
     assert of(rows, "stored_gb")[0].value * 1e9 > 4 * material[1].facts["parameters"] * 0.95
     assert of(rows, "kernels_per_call")[0].value >= 20, "at least the convolutions"
     assert of(rows, "speedup")
+    compared = [row for row in of(rows, "samples_per_s") if row.params["role"] != "search"]
+    assert compared and all(row.params["order"] == "blocks" for row in compared)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +165,34 @@ def test_a_wrong_runtime_has_no_value(material, change):
         assert row.value is None and row.value_reason.startswith(UNEXPECTED)
 
 
-def test_the_tolerance_adds_the_roundings_of_each_product():
+@pytest.mark.parametrize(
+    "fault",
+    [{"change": lambda y: y * 1.01}, {"change_model": lambda model: replace_linears(model, INT4, CPU)}],
+    ids=["a missing scale", "int4 weights"],
+)
+def test_a_wrong_model_in_16_bits_has_no_value(material, fault):
+    # The tolerance is about 0.0035, twice the error of eager mode, and the planted errors are at least 0.0085.
+    right = measured(material, EAGER, model=2, dtype="bf16")
+    assert all(row.value is not None for row in of(right, "relative_difference")), "the model without the fault"
+    rows = of(measured(material, EAGER, model=2, dtype="bf16", **fault), "relative_difference")
+    assert len(rows) == 2
+    for row in rows:
+        assert row.value is None and row.value_reason.startswith(UNEXPECTED)
+
+
+def test_in_16_bits_an_eager_mode_with_a_large_error_does_not_widen_the_tolerance(material):
+    context, trained = material[0], material[2]
+    reference = runtimes._Reference(trained, CPU, CPU, RuntimesOptions.of(context))
+    reference.eager("bf16").get_submodule("lm.model.layers.1.self_attn.o_proj").weight.zero_()
+    assert reference.tolerance("bf16") == output_tolerance(reference.model, "bf16")
+
+
+def test_the_tolerance_adds_the_squares_of_the_roundings_of_each_product():
     model = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Conv2d(2, 3, 3))
     single, half = 2.0**-24, 2.0**-8
-    wanted = (math.sqrt(16) + math.sqrt(18) + 2) * single * 2
-    assert output_tolerance(model, "fp32") == pytest.approx(wanted)
-    assert output_tolerance(model, "bf16") == pytest.approx(2 * ((math.sqrt(16) + math.sqrt(18)) * single + 2 * half))
+    # The sums have 16 and 18 terms, and each product rounds its output once.
+    assert output_tolerance(model, "fp32") == pytest.approx(4 / math.sqrt(3) * math.sqrt(16 + 18 + 2) * single)
+    assert output_tolerance(model, "bf16") == pytest.approx(4 / math.sqrt(3) * math.sqrt((16 + 18) * single**2 + 2 * half**2))
 
 
 def test_a_compiled_model_cuts_other_batches_into_the_compiled_sizes(monkeypatch):
@@ -220,6 +263,23 @@ def test_a_session_on_another_provider_is_refused():
     require_provider("CUDAExecutionProvider", ["CUDAExecutionProvider", CPU_PROVIDER])
     with pytest.raises(HyperionError, match="asked for CUDAExecutionProvider, but the session runs on CPUExecutionProvider"):
         require_provider("CUDAExecutionProvider", [CPU_PROVIDER])
+
+
+def test_the_idle_threads_of_every_session_sleep(tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    opened = []
+    session = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda path, options, **more: opened.append(options) or session(path, options, **more)
+    )
+    x = torch.ones(2, 4)
+    path = onnx_int8.export(nn.Linear(4, 2), x, tmp_path / "model.onnx")
+    opened.clear()
+    backends.OrtSession(path, CPU_PROVIDER).node_providers(x)
+    onnx_int8.Session(path).what_ran(x)
+    assert [options.get_session_config_entry(backends.SPINNING) for options in opened] == ["0"] * 4
+    assert {options.intra_op_num_threads for options in opened} == {torch.get_num_threads()}
 
 
 def test_what_is_absent_says_why_and_the_next_step():
@@ -302,3 +362,11 @@ def test_a_library_with_its_own_copy_of_the_cpp_library_works_if_that_of_the_pro
     if alone.returncode == 0:
         pytest.skip("on this machine, a library with its own copy works without the remedy")
     assert (shared.returncode, shared.stdout.strip()) == (0, "1")
+
+
+@pytest.mark.parametrize("profile", ["smoke", "full", "study"])
+def test_torch_compile_searches_the_largest_batch_of_the_others(profile):
+    options = RuntimesOptions.parse(load_profile(profile).sizes("runtimes"), "runtimes")
+    assert set(options.compiled_batches) <= set(options.batches) and 1 in options.compiled_batches
+    left_out = all(COMPILED in options.left_out.get(kind, ()) for kind in ("language", "classifier"))
+    assert left_out or max(options.compiled_batches) == max(options.batches)

@@ -17,6 +17,8 @@ class Script:
     so many requests fail with `status`. `cut`: close the stream after its first token. `work_s`: CPU time of each token.
     `ballast_bytes`: memory that each request leaves behind. `linger_s`: seconds for which the connection stays open after the
     event [DONE]. `stops`: whether the server stops when a client hangs up; otherwise it computes as long as for the whole answer.
+    `blocks`: number of blocks of a server that keeps one for each client that hangs up, or 0 for a server that frees them.
+    Without a free block, it sends no token.
     """
 
     first_s: float = 0.0
@@ -30,6 +32,7 @@ class Script:
     work_s: float = 0.0
     ballast_bytes: int = 0
     linger_s: float = 0.0
+    blocks: int = 0
     stops: bool = True
     usage: bool = True
     requests: list[dict] = field(default_factory=list)
@@ -90,6 +93,8 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
         if script.headers_first:
             writer.write(start)
             await writer.drain()
+        while script.blocks and script.hung_up >= script.blocks:
+            await asyncio.sleep(0.05)
         await asyncio.sleep(script.first_s + (script.stall_s if number == 1 else 0.0))
         if not script.headers_first:
             writer.write(start)

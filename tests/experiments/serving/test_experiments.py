@@ -21,6 +21,7 @@ from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.serving import kv_cache_memory, server_answers, server_load, server_soak
 from hyperion.experiments.serving import server as servers
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
+from hyperion.experiments.serving.claims import growth_claims, hang_up_claims
 from hyperion.experiments.serving.client import Endpoint, Reply
 from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
@@ -30,13 +31,13 @@ from hyperion.experiments.serving.server_load import tokens_sent_together
 from hyperion.experiments.serving.server_soak import slope_estimate
 from hyperion.hardware import detect_cpu
 from hyperion.processes.child_process import has_ended
-from hyperion.results import RowError
+from hyperion.results import Row, RowError
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.serving.scripted import Script, scripted_server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = {"max_requests": 8, "blocks": 64, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
+SIZES = {"max_requests": 8, "blocks": 16, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
 SOAK = {
     "model": "toy",
     "dtype": "fp32",
@@ -106,6 +107,8 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
     }
     assert counts[server_soak.OVERLOAD].value == 4 and counts[server_soak.DRAIN].value == 4
     assert by_variant(rows, "share")[server_soak.HANG_UPS].value < 0.5
+    # A prompt of 4 tokens occupies one block of 16 tokens.
+    assert counts[server_soak.HANG_UPS].value == SOAK["users"] and counts[server_soak.HANG_UPS].params["hang_ups"] >= 16
     growth = by_variant(rows, "growth_bytes")
     assert growth[server_soak.RSS].ci_high < 65536
     assert growth[server_soak.DEVICE_MEMORY].value_reason.startswith("the device is the CPU")
@@ -149,6 +152,28 @@ def test_planted_faults_of_a_server_are_found(toy, tmp_path):
     rows = experiment_named("server_soak").run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows
     failed = {row.variant for row in rows if row.without_failed_value().is_unexpected}
     assert failed == {server_soak.RSS, server_soak.HANG_UPS}
+
+
+@pytest.mark.parametrize("blocks", [0, 16])
+def test_a_server_that_keeps_the_blocks_of_hang_ups_does_not_answer_the_load(blocks, tmp_path):
+    context = toy_context("server_soak", SOAK, tmp_path)
+    options = server_soak.ServerSoakOptions.of(context)
+    with served_in_this_process(gap_s=0.001, blocks=blocks) as server:
+        server.endpoint = dataclasses.replace(server.endpoint, deadline_s=2.0)
+        row = server_soak._block_row(context, options, server, [f"p{i}" for i in range(200)])
+    assert blocks or row.params["hang_ups"] >= 16
+    assert [holds for holds, _ in hang_up_claims([row.without_failed_value()])] == [not blocks]
+    assert row.without_failed_value().is_unexpected is bool(blocks) and row.value == (0 if blocks else SOAK["users"])
+
+
+@pytest.mark.parametrize(("growth_bytes", "holds"), [(800.0, True), (15_500.0, False), (800_000.0, False)])
+def test_growth_above_the_bound_refutes_its_claim(growth_bytes, holds):
+    interval = {"n": 10, "ci_low": growth_bytes - 1000, "ci_high": growth_bytes + 1000, "limit_source": "no limit: made up"}
+    check = {"check": GROWTH_CHECK, "check_error": growth_bytes + 1000, "check_tolerance": 16384}
+    common = {"notebook": "n", "experiment": "server_soak", "variant": server_soak.RSS, "metric": "growth_bytes"}
+    row = Row(value=growth_bytes, params={"backend": "toy"}, **common, **interval, **check)
+    assert [one for one, _ in growth_claims([row.without_failed_value()])] == [holds]
+    assert growth_claims([dataclasses.replace(row, check="failed requests", check_error=0.0)]) == []
 
 
 @pytest.mark.parametrize(
@@ -379,6 +404,14 @@ def test_memory_that_libraries_keep_does_not_count_as_cache(tmp_path, monkeypatc
     assert [(row.value, row.check_error) for row in device_rows] == [(2400, 0), (6400, 0)]
 
 
+@pytest.mark.parametrize("serial", [False, True])
+def test_a_server_that_answers_one_request_after_another_is_refused(serial, tmp_path):
+    context = toy_context("server_answers", {}, tmp_path)
+    with served_in_this_process(gap_s=0.01, serial=serial) as server:
+        row = server_answers.overlap_row(context, server, "toy", [f"p{i}" for i in range(5)], 20, "fp32")
+    assert row.value == (0 if serial else 4) and row.without_failed_value().is_unexpected is serial
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
@@ -398,6 +431,7 @@ def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
     try:
         rows = perform(context, tmp_path).rows
         assert by_variant(rows, "count")["transformers serve"].value > 0
+        assert [row.value for row in rows if row.params.get("what") == server_answers.OVERLAPPED] == [sizes["prompts"] - 1]
         # A server that shifted all answers by one token would be refused.
         monkeypatch.setattr(server_answers, "pieces_of", lambda folder, ids: pieces_of(folder, [*ids[1:], ids[0]]))
         wrong = experiment_named("server_answers").run(context, lambda *progress: None).rows

@@ -7,7 +7,7 @@ import torch
 
 from hyperion.hardware import detect_cpu
 from hyperion.measure.clock import clocks
-from hyperion.measure.clock.clocks import WallClock, _EventClock
+from hyperion.measure.clock.clocks import BlockClock, WallClock, _EventClock
 from hyperion.measure.clock.timing import CacheFlush
 
 LAUNCH_NS, WORK_NS = 10_000, 1_000_000
@@ -100,3 +100,26 @@ def test_the_flush_reads_twice_the_last_level_cache_and_shows_that_it_did():
     partial = CacheFlush(cpu, elements=1000)
     torch.sum(partial._buffer[:900], dim=0, out=partial._total)
     assert not partial.read_all
+
+
+def test_a_block_clock_times_each_function_after_calls_of_its_own(monkeypatch):
+    """Two functions with their own threads, which spin for 14 ms after a call: the other one is then ten times slower."""
+    now_ns, spins_until_ns, order = 0, {"a": 0, "b": 0}, []
+
+    def function(name, other):
+        def call():
+            nonlocal now_ns
+            order.append(name)
+            now_ns += WORK_NS if now_ns >= spins_until_ns[other] else 10 * WORK_NS
+            spins_until_ns[name] = now_ns + 14_000_000
+
+        return call
+
+    monkeypatch.setattr(clocks._HostClock, "stamp", staticmethod(lambda: now_ns))
+    monkeypatch.setattr(BlockClock, "now", staticmethod(lambda: now_ns / 1e9))
+    functions = [function("a", "b"), function("b", "a")]
+    alternating = clocks._HostClock().sample(functions, None, 3)
+    assert alternating[1] == pytest.approx([0.01] * 3)
+    order.clear()
+    assert BlockClock().sample(functions, None, 3) == [pytest.approx([0.001] * 3)] * 2
+    assert order == sorted(order), "all calls of one function precede those of the other"
