@@ -8,6 +8,7 @@ from hyperion.chapter import rows
 from hyperion.doctor.harness import ALL_FAULTS
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
+from hyperion.hardware.cpu import HostLoad
 from hyperion.hardware.device import Device
 from hyperion.measure import planted_faults
 from hyperion.measure.clock import timing
@@ -133,6 +134,7 @@ def test_a_fault_that_load_may_hide_is_planted_again_and_any_other_is_not(share,
             if len(planted) >= caught_at:
                 raise HyperionError("refused", where="a check", next_step="none")
 
-    monkeypatch.setattr(planted_faults, "OtherLoad", lambda: SimpleNamespace(share=lambda: share))
+    seen = None if share is None else HostLoad(share, 0.0)
+    monkeypatch.setattr(planted_faults, "OtherLoad", lambda: SimpleNamespace(shares=lambda: seen))
     (result,) = run_self_test(CPU, [PlantedFault("a fault", "a check", "refused", plant)])
     assert (len(planted), result.passed) == (tries, passed)
