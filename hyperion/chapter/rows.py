@@ -12,7 +12,6 @@ from hyperion.chapter.context import Context
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Collective, Timing, Verification, format_of
-from hyperion.measure.api.answers import state_of_device
 from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.rows import OUT_OF_MEMORY, canonical_params, idle_rows
@@ -33,7 +32,8 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
         timing: timing of the calls.
         verification: verification of the timed output. None for a value that needs no check.
     """
-    columns = {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high, **state_of_device(timing)}
+    interval = {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
+    columns = interval | timing.telemetry.row_columns()
     return columns if verification is None else columns | check_columns(verification)
 
 

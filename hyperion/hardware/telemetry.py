@@ -69,6 +69,11 @@ class Telemetry:
     interval_s: float = 0.0
     host_load: HostLoad | None = None
 
+    def row_columns(self) -> dict[str, float | str | None]:
+        """Return the columns of a row that describe the state of the device and of its host."""
+        load = {} if self.host_load is None else {"host_load": self.host_load.others, "host_steal": self.host_load.stolen}
+        return {"clock_mhz": self.clock_mhz, "power_w": self.power_w, "throttle": self.throttle} | load
+
 
 Reader = Callable[[], Telemetry]
 

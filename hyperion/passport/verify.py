@@ -28,7 +28,7 @@ from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.results import Row, RowError
-from hyperion.results.rows import COLUMNS
+from hyperion.results.rows import COLUMNS, NEW_COLUMNS
 from hyperion.untrusted import read_json
 
 SCHEMA = 1
@@ -203,7 +203,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
     """
     unknown = sorted(entry.keys() - set(COLUMNS))
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
-    missing = sorted(set(COLUMNS) - entry.keys())
+    missing = sorted(set(COLUMNS[:-NEW_COLUMNS]) - entry.keys())
     _require(not missing, f"{place}.{missing[0] if missing else ''}", "is missing")
     row = read_form(Row, {name: value for name, value in entry.items() if name != "unit"}, place)
     _require(row.metric in _METRICS, f"{place}.metric", f"is {row.metric!r}, but must be one of {', '.join(_METRICS)}")

@@ -312,7 +312,7 @@ COLUMNS = (
     "host_steal",
 )
 # Columns at the end of `COLUMNS` that earlier versions did not have.
-_NEW_COLUMNS = 2
+NEW_COLUMNS = 2
 # Positions of the three cells that `_parse` needs before it can build the row.
 _METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
@@ -407,7 +407,7 @@ def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str
     rows: list[Row] = []
     try:
         header = next(reader, None)
-        added = [""] * (_NEW_COLUMNS if header == list(COLUMNS[:-_NEW_COLUMNS]) else 0)
+        added = [""] * (NEW_COLUMNS if header == list(COLUMNS[:-NEW_COLUMNS]) else 0)
         if header != list(COLUMNS) and not added:
             remedy = "read it with the version of Hyperion that wrote it, or run again"
             fault = f"header is not that of schema {SCHEMA_VERSION}: {header!r:.200}"

@@ -110,7 +110,7 @@ class TimeAnswer(Answer):
             {"cache": cache_of(self.timing)},
             limit_source=reason,
             **interval_of(self.estimate),
-            **state_of_device(self.timing),
+            **self.timing.telemetry.row_columns(),
         )
 
     def plot(self) -> "Figure":
@@ -237,7 +237,7 @@ class ComparisonAnswer(Answer):
             **interval_of(ratio),
             limit_source=reason,
             **check,
-            **state_of_device(self.timings[0]),
+            **self.timings[0].telemetry.row_columns(),
         )
 
     def plot(self) -> "Figure":
@@ -255,13 +255,6 @@ def cache_of(timing: Timing) -> str:
 def interval_of(estimate: Estimate) -> dict:
     """Return the row columns n, ci_low and ci_high of an estimate."""
     return {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
-
-
-def state_of_device(timing: Timing) -> dict:
-    """Return the row columns of a timing that describe the state of the device and of its host."""
-    seen = timing.telemetry
-    load = {} if seen.host_load is None else {"host_load": seen.host_load.others, "host_steal": seen.host_load.stolen}
-    return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle} | load
 
 
 def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:

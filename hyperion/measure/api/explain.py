@@ -9,7 +9,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.hardware.specs import Ceilings
-from hyperion.measure.api.answers import Answer, estimate_text, interval_of, seconds_text, state_of_device
+from hyperion.measure.api.answers import Answer, estimate_text, interval_of, seconds_text
 from hyperion.measure.api.functions import checked_callable, device_of, flops, noting, repeat
 from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
@@ -132,7 +132,7 @@ class Explanation(Answer):
             {"cache": "hot"},
             **interval_of(time),
             limit_source="no limit: what the step must do is not known",
-            **state_of_device(self.timing),
+            **self.timing.telemetry.row_columns(),
         )
         about = {"of": "step", "profiled_steps": self.steps}
         return [step] + [self._row(place, "share", part.share, about | {"what": part.name}) for part in self.parts]
