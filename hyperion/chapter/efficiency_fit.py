@@ -428,6 +428,10 @@ def _run_of(curve: Curve) -> str:
     return curve.source.split(" ")[0]
 
 
+def _model_of(curve: Curve) -> str:
+    return curve.source.partition("(")[2].partition(",")[0]
+
+
 def _title(point: Point) -> str:
     return f"`{point.row.metric}` of `{point.row.experiment}`"
 
@@ -446,17 +450,19 @@ def score_page(references: Sequence[Reference]) -> str:
     to are shown separately.
     """
     curves = read_curves()
-    models = {curve.source.partition("(")[2].partition(",")[0] for curve in curves if curve.kind != EAGER_STEP}
+    models = {_model_of(curve) for curve in curves if curve.kind != EAGER_STEP}
+    eager_models = {_model_of(curve) for curve in curves if curve.kind == EAGER_STEP}
     runs = {_run_of(curve) for curve in curves}
     another: list[Scored] = []
     same: list[Scored] = []
     for reference in references:
         scored = score_stored(reference)
-        if reference.name not in runs:
-            by_curves = score_unseen([], [reference], curves)
-            # The stored predictions of eager steps are older than the curves of eager steps.
-            scored += [s for s in by_curves if not reference.predictions or s.point.kind == EAGER_STEP]
+        by_curves = score_unseen([], [reference], curves) if reference.name not in runs else []
+        scored += [s for s in by_curves if s.point.kind != EAGER_STEP and not reference.predictions]
         (same if reference.device.name in models else another).extend(scored)
+        # The stored predictions of eager steps are older than the curves of eager steps, so both are shown.
+        eager = [s for s in by_curves if s.point.kind == EAGER_STEP]
+        (same if reference.device.name in eager_models else another).extend(eager)
     held_out = score_unseen([reference for reference in references if reference.name in runs], [], curves)
     parts = [_HEADER]
     for title, scored in (

@@ -274,8 +274,10 @@ class Row:
 
 
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
-_FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
-_FLOATS += ("host_load", "host_steal")
+_FLOATS = (
+    *("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance"),
+    *("clock_mhz", "power_w", "host_load", "host_steal"),
+)
 _INTEGERS = ("rank", "n")
 # Only the name of a notebook may contain dots, so the last dot of "notebook.experiment" separates the two names.
 _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
