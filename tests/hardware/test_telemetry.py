@@ -113,6 +113,7 @@ def test_a_cpu_that_others_use_is_busy(monkeypatch, share, ranks, throttle, stol
 def test_a_busy_host_is_recorded_for_a_gpu_and_does_not_count_as_its_throttling(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(telemetry.OtherLoad, "shares", lambda of_host: HostLoad(0.5, 0.1))
+    monkeypatch.setattr(telemetry, "_BUSY_SHARE", 0.1)
     reading = Telemetry(clock_mhz=1980.0, throttle="none")
     with Sampler(detect(facts("H100 SXM")), reader=lambda: reading) as sampler:
         pass
