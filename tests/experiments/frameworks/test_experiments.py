@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hyperion.engines import Record, Stack, Work, plain, planted
-from hyperion.engines.launch import Unavailable
+from hyperion.engines.launch import Unavailable, wait_for_turn
 from hyperion.engines.observer import Observer
 from hyperion.engines.work import distinct_rows
 from hyperion.errors import HyperionError
@@ -26,12 +26,13 @@ def here(job, *args, **kwargs) -> dict:
     return job.function(**job.params)
 
 
-def launched(stack: Stack, work: Work, folder: Path, ranks=None, timeout_s=0.0, options=None) -> Record:
+def launched(stack: Stack, work: Work, folder: Path, ranks=None, timeout_s=0.0, turn: Path | str = "") -> Record:
     """Stand in for `launch`: the plain loop under the name of a framework, for some with a fault."""
     if reason := stack.why_absent():
         raise Unavailable(stack, reason)
     if stack.name == "accelerate ddp":
         raise HyperionError("rank 1 was killed by SIGKILL")
+    wait_for_turn(turn)
     observer = Observer(work, stack.name, stack.packages, folder)
     if stack.name == "HF Trainer":
         return Record.of(planted.train(work, observer, "weight decay on norms"))
