@@ -90,11 +90,13 @@ class Outcome:
         stack: name of the framework.
         record: record of the run, or None.
         reason: why there is no record, as shown in a row. It starts with "unavailable" or "failed".
+        log: the whole error of a framework that failed, with its traceback.
     """
 
     stack: str
     record: Record | None = None
     reason: str = ""
+    log: str = ""
 
     @property
     def failed(self) -> bool:
@@ -117,7 +119,7 @@ def launch_all(stacks: Iterable[Stack], launch_one: Callable[[Stack], Record], a
         except Unavailable as error:
             return Outcome(stack.name, reason=error.reason)
         except HyperionError as error:
-            return Outcome(stack.name, reason=f"failed: {failure_of(error)}")
+            return Outcome(stack.name, reason=f"failed: {failure_of(error)}", log=str(error))
 
     if at_once == 1:
         yield from map(outcome, stacks)
@@ -211,16 +213,23 @@ def _imported(adapter: str) -> Callable[..., dict]:
 
 def train_alone(turn: str, **values: Any) -> dict:
     """Call `train_on_rank` in a process group of one rank, without torchrun."""
-    # This must happen before torch is imported, because the HF Trainer would divide the batch over all visible devices.
-    known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
-    for name in known or ["CUDA_VISIBLE_DEVICES"]:
-        os.environ[name] = os.environ.get(name, "0").split(",")[0]
+    use_one_device()
     from hyperion.processes import process_group  # imports torch
 
     _imported(values["adapter"])
     wait_for_turn(turn)  # before the process group, which occupies memory of the device
     with process_group():
         return train_on_rank(**values)
+
+
+def use_one_device() -> None:
+    """Hide all accelerators but the first from this process. It must not have used one before.
+
+    The HF Trainer would divide the batch over all visible devices.
+    """
+    known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
+    for name in known or ["CUDA_VISIBLE_DEVICES"]:
+        os.environ[name] = os.environ.get(name, "0").split(",")[0]
 
 
 class Unavailable(HyperionError):

@@ -95,6 +95,8 @@ def run(context: Context, report: Report) -> Result:
         rows += _stack_rows(context, options, work, outcome, reference, twins[TWO_PARTS], shifted, bounds, source)
         if outcome.record is not None:
             records[outcome.stack] = outcome.record
+        elif outcome.log:
+            print(f"{outcome.stack} failed: {outcome.log}")
     report(len(options.stacks) + 1, len(options.stacks) + 1, "done")
     # Without times, because frameworks may train at the same time.
     return Result(rows, step_frame(records).drop(columns="time_s"), source)

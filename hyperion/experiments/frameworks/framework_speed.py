@@ -17,6 +17,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Report, Resu
 from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_in_turn
+from hyperion.engines.work import WEIGHTS
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
 from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
 from hyperion.hardware import gemm_path, peak
@@ -80,8 +81,10 @@ def run(context: Context, report: Report) -> Result:
             report(sum(map(len, records.values())) + 1, total, f"launch {number + 1}: {outcome.stack}")
             if outcome.record is None:
                 outcomes[outcome.stack] = outcome
+                print(f"{outcome.stack} failed: {outcome.log}")
             else:
                 records[outcome.stack].append(outcome.record)
+    (Path(work.folder) / WEIGHTS).unlink()  # several GB, which nothing reads any more
     twin_records = [record for twin in twins for record in records.pop(twin.name)]
     if not (plain := records.get(PLAIN)) or len(twin_records) < len(twins):
         failed = next((outcomes[name].reason for name in (PLAIN, TWIN, OTHER_TWIN) if name in outcomes), "")

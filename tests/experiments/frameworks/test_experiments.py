@@ -45,6 +45,7 @@ def in_this_process(monkeypatch):
         monkeypatch.setattr(module, "run_job", here)
     for module in (framework_parity, framework_speed):
         monkeypatch.setattr(module, "launch", launched)
+    monkeypatch.setattr(trainer_defaults, "use_one_device", lambda: None)  # it would hide devices from later tests
 
 
 def test_unequal_failed_and_unavailable_frameworks_have_no_value_and_the_others_do(tmp_path, in_this_process):
