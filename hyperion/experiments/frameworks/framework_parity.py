@@ -34,12 +34,14 @@ from hyperion.results import Row
 
 PLAIN, TWO_PARTS = "plain loop", "two micro-batches"
 WORK, BITS = "differences in the work", "tensors with other bits than two micro-batches of the plain loop"
-# For each twin: further arguments of its adapter, number of micro-batches, and seed of the changed rounding of matrix products
-# (None: unchanged).
-_TWINS: dict[str, tuple[dict[str, Any], int, int | None]] = {
+# For each twin: further arguments of its adapter, number of micro-batches, and what changes the rounding: the seed of another
+# rounding of matrix products, or `_ATTENTION` (attention without a fused kernel, as in megatron-core). None: unchanged.
+_ATTENTION = "attention"
+_TWINS: dict[str, tuple[dict[str, Any], int, int | str | None]] = {
     TWO_PARTS: ({}, 2, None),
     "fused AdamW": ({"fused": True, "foreach": False}, 1, None),
     "AdamW, one tensor after the other": ({"foreach": False}, 1, None),
+    "attention without a fused kernel": ({}, 1, _ATTENTION),
     "products rounded in another way": ({}, 1, 1),
     "products rounded in a third way": ({}, 1, 2),
 }
@@ -110,6 +112,8 @@ def train_twins(work: dict, folder: str) -> dict:
 
     Return their records, and the mean loss of the first step for each distance between inputs and targets (label shift).
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     from hyperion.engines import plain
     from hyperion.engines.observer import Observer
     from hyperion.workloads.twins import OtherRounding
@@ -117,10 +121,15 @@ def train_twins(work: dict, folder: str) -> dict:
     base = Work.of(work)
     records = {}
     with process_group():
-        for name, (how, parts, seed) in {PLAIN: ({}, 1, None), **_TWINS}.items():
+        for name, (how, parts, rounding) in {PLAIN: ({}, 1, None), **_TWINS}.items():
             what = replace(base, micro_batches=parts)
             observer = Observer(what, name, ("transformers",), Path(folder) / name.replace(" ", "-"))
-            with contextlib.nullcontext() if seed is None else OtherRounding(base.dtype, seed):
+            changed: Any = contextlib.nullcontext()
+            if rounding == _ATTENTION:
+                changed = sdpa_kernel(SDPBackend.MATH)
+            elif rounding is not None:
+                changed = OtherRounding(base.dtype, int(rounding))
+            with changed:
                 records[name] = plain.train(what, observer, **how)
         return {"records": records, "first": plain.first_losses(base, observer.device)}
 
