@@ -131,8 +131,9 @@ def launch_all(stacks: Iterable[Stack], launch_one: Callable[[Stack], Record], a
 def launch_in_turn(stacks: Sequence[Stack], launch_one: Callable[[Stack, Path, int], Record], folder: Path) -> Iterator[Outcome]:
     """Yield the outcome of each framework, as `launch_all` does. All of them start at once, but they train one after another.
 
-    A process imports its framework for about as long as it then trains. All processes import at the same time, and none of them
-    trains before the last one has finished that, so the imports disturb no measurement.
+    A process imports its framework and opens its device for about as long as it then trains. All processes do this at the same
+    time, and none of them trains before the last one has finished, so these starts disturb no measurement. A process that waits
+    occupies some hundred MB of its device.
 
     Args:
         stacks: the frameworks, each at most once.
@@ -200,24 +201,17 @@ def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, fold
     def report(done: int, loss: float | None) -> None:
         report_progress(done, what.steps, "" if loss is None else str(loss))
 
-    train = _imported(adapter)
+    importlib.import_module("transformers.models.llama.modeling_llama")  # every adapter loads this model
+    train = importlib.import_module(adapter).train
     wait_for_turn(turn)
     return train(what, Observer(what, name, packages, Path(folder), report), **options)
 
 
-def _imported(adapter: str) -> Callable[..., dict]:
-    """Import an adapter with its framework, and the model that every adapter loads. Return the adapter's function `train`."""
-    importlib.import_module("transformers.models.llama.modeling_llama")
-    return importlib.import_module(adapter).train
-
-
-def train_alone(turn: str, **values: Any) -> dict:
+def train_alone(**values: Any) -> dict:
     """Call `train_on_rank` in a process group of one rank, without torchrun."""
     use_one_device()
     from hyperion.processes import process_group  # imports torch
 
-    _imported(values["adapter"])
-    wait_for_turn(turn)  # before the process group, which occupies memory of the device
     with process_group():
         return train_on_rank(**values)
 
