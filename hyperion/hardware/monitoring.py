@@ -189,6 +189,7 @@ class DeviceSummary:
         power_w: mean power.
         energy_j: energy from the counter of the device, else the integral of the power.
         throttle: all reasons, joined by '+', or 'none'.
+        memory_growth_gib: by how much the memory still grew at the end, see `growth_at_the_end`.
         unreadable: for each quantity that was not read, the reason.
     """
 
@@ -201,6 +202,7 @@ class DeviceSummary:
     power_w: float | None
     energy_j: float | None
     throttle: str | None
+    memory_growth_gib: float | None
     unreadable: dict[str, str]
 
 
@@ -222,6 +224,7 @@ def summarize(device: Device, readings: Sequence[Reading], interval_s: float) ->
         statistics.mean(powers) if powers else None,
         energy_of(readings),
         ("+".join(sorted(states - {"none"})) or "none") if states else None,
+        growth_at_the_end([one / GIB for one in memory]),
         telemetry[-1].unreadable if readings else {},
     )
 
@@ -231,6 +234,18 @@ def rate_error(times_s: Sequence[float], interval_s: float) -> float | None:
     if len(times_s) < 2:
         return None
     return (times_s[-1] - times_s[0]) / (len(times_s) - 1) / interval_s - 1
+
+
+def growth_at_the_end(memory_gib: Sequence[float]) -> float | None:
+    """Return by how much the smallest value of the last third exceeds the largest of the middle third, at least 0, in GiB.
+
+    The memory of a program that repeats the same work rises in the first third and is level afterwards. Return None with fewer
+    than 30 readings.
+    """
+    third = len(memory_gib) // 3
+    if third < 10:
+        return None
+    return max(0.0, min(memory_gib[-third:]) - max(memory_gib[-2 * third : -third]))
 
 
 def energy_of(readings: Sequence[Reading]) -> float | None:
