@@ -131,6 +131,9 @@ def _print_report(numerics: bool, floors: bool, log: Path | None, as_json: bool)
             skipped.setdefault(evidence, []).append(name)
         elif (result, evidence) != ("ok", NOT_PRESENT):
             _print_finding(output, COLOURS, result, name, evidence, remedy)
+    if log is None:
+        searching = len(skipped.pop("unknown: log", []))
+        _print_finding(output, COLOURS, "skip", f"{searching} rules", "they search the log of a program: give --log FILE", "")
     for reason, names in skipped.items():
         _print_finding(output, COLOURS, "skip", ", ".join(names), reason, "")
     counts = ", ".join(f"{count} {result}" for result, count in sorted(report.summary.items()))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from hyperion.doctor.report import RuleResult
-from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State
+from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State, is_port
 from hyperion.install.machine import NVIDIA, ROCM_WHEEL_ARCHS, decide
 from hyperion.install.variables import lint
 
@@ -382,6 +382,14 @@ def absent_interface(state: State) -> str:
 )
 def port_in_use(state: State) -> str:
     return f"port {state.variables.get('MASTER_PORT')} is in use" if state.port_used else ""
+
+
+@_rule(
+    "torchrun ends at the start", "set MASTER_PORT to a number from 1024 to 65535, or use torchrun --standalone", severity="fail"
+)
+def invalid_port(state: State) -> str:
+    port = state.variables.get("MASTER_PORT", "")
+    return f"MASTER_PORT={port} is not a port" if port and not is_port(port) else ""
 
 
 @_rule("nodes do not find this node", "correct /etc/hosts, or set MASTER_ADDR to an address of the network", "own_address")

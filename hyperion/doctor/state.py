@@ -3,8 +3,10 @@
 A fact that cannot be read is None. The result of every rule that needs this fact is then 'skip', and never 'ok'.
 """
 
+import errno
 import os
 import platform
+import re
 import resource
 import shutil
 import site
@@ -90,7 +92,7 @@ class State:
         memlock_gib, open_files: limits of this process.
         interfaces: names of the network interfaces.
         infiniband: whether there is an InfiniBand or RoCE adapter.
-        port_used: whether the port in MASTER_PORT is used by another process.
+        port_used: whether the port in MASTER_PORT is used by another process. False without MASTER_PORT.
         own_address: address to which the own host name resolves; "" if it does not resolve.
         compiler: path of a C++ compiler, or "".
         python_header: whether Python.h is installed.
@@ -291,15 +293,20 @@ def _file_system(place: Path) -> str:
 
 
 def _port_used(port: str) -> bool | None:
-    if not port.isdigit():
+    if not is_port(port):
         return None if port else False
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE or None
     return False
+
+
+def is_port(text: str) -> bool:
+    """Return True if a text is the number of a port."""
+    return re.fullmatch("[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
 
 
 def _library_shadows(path: str) -> tuple[str, ...]:

@@ -177,6 +177,7 @@ CASES = {
         "NCCL_SOCKET_IFNAME==eth, but",
     ),
     "port_in_use": (variables(MASTER_PORT="29500") | {"port_used": True}, variables(MASTER_PORT="29500"), "29500"),
+    "invalid_port": (variables(MASTER_PORT="99999"), variables(MASTER_PORT="65535"), "MASTER_PORT=99999"),
     "own_name": (
         variables(WORLD_SIZE="16", LOCAL_WORLD_SIZE="8") | {"own_address": "127.0.1.1"},
         variables(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8") | {"own_address": "127.0.1.1"},
@@ -316,6 +317,13 @@ def test_the_facts_of_this_machine_can_be_read(tmp_path, monkeypatch):
     assert state.memory_gib > state.memory_available_gib > 0 and state.disks and "lo" in state.interfaces and state.cores > 0
     results = {result.id: result.result for result in apply_rules(state)}
     assert results["log_not_a_number"] == "warn" and results["port_in_use"] == "fail"
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "0", "²", "port", "1" * 400])
+def test_what_is_no_port_is_unknown_and_has_a_rule(port):
+    state = read_state(variables={"MASTER_PORT": port})
+    assert state.port_used is None and BY_ID["invalid_port"].apply(state).result == "fail"
+    assert BY_ID["port_in_use"].apply(state).result == "skip"
 
 
 def test_system_files_are_read_below_the_root(tmp_path):

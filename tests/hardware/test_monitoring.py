@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hyperion.cli import app
-from hyperion.commands.monitor import csv_text, plot_png, run_watched, summary_lines
+from hyperion.commands.monitor import csv_text, energy_line, plot_png, run_watched, summary_lines
 from hyperion.errors import HyperionError
 from hyperion.hardware.monitoring import (
     COLUMNS,
@@ -189,9 +189,11 @@ def test_the_summary_has_means_maxima_reasons_and_the_error_of_the_rate():
     assert (summary.utilization_percent, summary.memory_gib, summary.temperature_c) == (50.0, 5.0, 80.0)
     assert (summary.power_w, summary.energy_j, summary.throttle) == (200.0, 400.0, "hw_thermal+sw_power_cap")
     assert summary.rate_error == pytest.approx(0.25)
-    lines = summary_lines([summary], 0.004, tokens=800, energies={"training bf16": 4.0, "short bf16": None})
-    assert "energy per token: 0.5 J" in lines and "training bf16: 4 J per token, at the mean power of the experiment" in lines
-    assert "short bf16: no energy per token: no device has two readings of its power in this time" in lines
+    lines = summary_lines([summary], 0.004, tokens=800)
+    assert "energy per token: 0.5 J" in lines
+    assert energy_line("training bf16", 4.0) == "training bf16: 4 J per token, at the mean power of the experiment"
+    reason = "no energy per token: no device has two readings of its power in this time"
+    assert energy_line("short bf16", None) == f"short bf16: {reason}"
     assert "throttled: hw_thermal" in lines[0] and "+25.0%" in lines[0] and "0.40% of one core" in lines[-1]
 
 
