@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hyperion.cli import app
@@ -279,3 +281,29 @@ def test_sigterm_ends_the_watched_program_and_the_readings_are_shown(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert "of one core" in process.communicate(timeout=60)[0] and process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.gpu
+@pytest.mark.process
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_program_that_uses_the_gpus_of_this_machine_is_watched(tmp_path):
+    # Products for 5 s on GPU 0, which hold more than 1 GiB.
+    code = """
+import time, torch
+a = torch.randn(16384, 16384, device="cuda:0")
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    (a @ a).sum().item()
+"""
+    options = ["--interval", "0.2s", "--csv", str(tmp_path / "m.csv"), "--tokens", "1000"]
+    done = CliRunner().invoke(app, ["monitor", *options, "--", sys.executable, "-c", code])
+    assert done.exit_code == 0, done.output
+    table = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
+    assert len({row["device"] for row in table}) >= torch.cuda.device_count()
+    first = [row for row in table if row["device"].startswith("0: ")]
+    busy = [row for row in first if float(row["utilization_percent"]) > 50]
+    assert len(busy) >= 10 and all(float(row["power_w"]) > 0 and float(row["clock_mhz"]) > 0 for row in busy)
+    assert max(float(row["memory_gib"]) for row in first) > 1
+    times_s = [float(row["time_s"]) for row in first]
+    assert abs(rate_error(times_s, 0.2) or 0) < 0.05 and "energy per token: " in done.output
+    assert float(re.search(r"the monitor used ([\d.]+)% of one core", done.output)[1]) < 10
