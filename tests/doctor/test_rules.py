@@ -3,6 +3,7 @@
 import socket
 import sys
 import tempfile
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +249,18 @@ def test_the_rule_about_logs_finds_its_line_and_not_a_similar_one(rule):
         assert found.keys() == {rule} | with_cause and found[rule].result == "warn" and found[rule].remedy
         assert found[rule].evidence in " ".join(positive.split())
     assert findings(log=negative).keys() == without and BY_ID[rule].apply(replace(HEALTHY, log=negative)).result == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOGS)
+def test_a_long_line_that_almost_has_the_pattern_is_searched_in_little_time(rule):
+    # A pattern that tries every end again for every beginning would take minutes for the 4 MiB of a log that are read.
+    parts = [example[: len(example) * share // 4] for examples in LOGS.values() for example in examples for share in (1, 2, 3)]
+    for part in {"a", "1", "' ", *(part.strip().replace("\n", " ") for part in parts)} - {""}:
+        log = (part + "x") * ((1 << 17) // (len(part) + 1))
+        started_s = time.process_time()
+        BY_ID[rule].detect(State(log=log))
+        assert time.process_time() - started_s < 2, part
 
 
 @pytest.mark.parametrize(
