@@ -230,7 +230,9 @@ def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: i
         rate = "" if one.rate_error is None else f", interval {one.rate_error:+.1%} from the requested one"
         lines.append(f"{one.device}: {'; '.join(parts) or 'nothing can be read'} ({one.samples} readings{rate})")
         if (one.memory_growth_gib or 0) >= _GROWTH_GIB:
-            lines.append(f"  memory still growing at the end: +{one.memory_growth_gib:.4g} GiB since the middle of the readings")
+            lines.append(
+                f"  memory still growing at the end: +{one.memory_growth_gib:.4g} GiB since the first third of the readings"
+            )
         lines += [f"  {name}: {reason}" for name, reason in one.unreadable.items()]
     # The second die of an MI250X reports no energy, because the first die reports that of the whole module.
     measured = [one.energy_j for one in summaries if one.energy_j is not None]

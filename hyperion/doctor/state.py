@@ -218,6 +218,7 @@ _STARTUP = {
     "zsh": (".zshenv", ".zprofile", ".zshrc", ".zlogin"),
     "fish": (".config/fish/config.fish",),
 }
+_STARTUP_CHARACTERS = 50_000  # number of characters that are read of each of these files
 # Variables that name a folder, or several with ":" between them, which must exist.
 _FOLDER_VARIABLES = ("ROCM_PATH", "ROCM_HOME", "HIP_PATH", "CUDA_HOME", "CUDA_PATH", "PYTHONPATH")
 _MEMLOCK, _FILES = resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE
@@ -327,7 +328,7 @@ def startup_settings(root: Path, home: Path, shell: str) -> tuple[tuple[str, str
     files += [home / name for name in _STARTUP.get(Path(shell).name, _STARTUP["bash"])]
     last = {}
     for file in files:
-        pairs = shell_assignments(system_text(file) or "")
+        pairs = shell_assignments((system_text(file) or "")[:_STARTUP_CHARACTERS])
         # A value with a `$` is known only when the file runs.
         last |= {name: (str(file), name, value) for name, value in pairs if name in registry() and "$" not in value}
     return tuple(last.values())

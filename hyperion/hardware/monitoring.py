@@ -237,15 +237,18 @@ def rate_error(times_s: Sequence[float], interval_s: float) -> float | None:
 
 
 def growth_at_the_end(memory_gib: Sequence[float]) -> float | None:
-    """Return by how much the smallest value of the last third exceeds the largest of the middle third, at least 0, in GiB.
+    """Return by how much the memory steadily grew after the first third of the readings, in GiB, or 0 if it did not.
 
-    The memory of a program that repeats the same work rises in the first third and is level afterwards. Return None with fewer
-    than 30 readings.
+    The memory of a program that repeats the same work grows in the first third and is level afterwards. The other two thirds are
+    divided into quarters. The growth is steady if the median of each quarter exceeds that of the quarter before it by at least a
+    tenth of the whole growth. A step, as for an evaluation, is no steady growth. Return None with fewer than 30 readings.
     """
-    third = len(memory_gib) // 3
-    if third < 10:
+    if len(memory_gib) < 30:
         return None
-    return max(0.0, min(memory_gib[-third:]) - max(memory_gib[-2 * third : -third]))
+    rest = memory_gib[len(memory_gib) // 3 :]
+    medians = [statistics.median(rest[n * len(rest) // 4 : (n + 1) * len(rest) // 4]) for n in range(4)]
+    growth = medians[-1] - medians[0]
+    return max(growth, 0.0) if all(after - before >= 0.1 * growth for before, after in itertools.pairwise(medians)) else 0.0
 
 
 def energy_of(readings: Sequence[Reading]) -> float | None:

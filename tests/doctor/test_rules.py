@@ -383,7 +383,7 @@ def test_the_output_of_the_monitor_is_a_log_that_rules_understand():
         ]
         return "\n".join(summary_lines([summarize(cpu, readings, 1.0)], 0.0))
 
-    level, leak = [min(n, 9) for n in range(60)], [n / 10 for n in range(60)]
+    level, leak = [min(n, 9) for n in range(60)], [n / 100 for n in range(60)]
     assert findings(log=output(leak, 12.0)).keys() == {"log_memory_growth", "log_low_utilization"}
     assert findings(log=output(level, 97.5)).keys() == findings(log=output(leak[:29], 50.0)).keys() == set()
 

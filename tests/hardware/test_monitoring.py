@@ -25,6 +25,7 @@ from hyperion.hardware.monitoring import (
     Reading,
     csv_rows,
     energy_of,
+    growth_at_the_end,
     mean_power,
     monitor_reader,
     next_due,
@@ -206,6 +207,22 @@ def test_without_power_there_is_no_energy_per_token_and_the_reason_is_shown():
     assert "  power_w: no right" in lines and "no energy per token: no device reports its power" in lines
     empty = summarize(device, [], 1.0)
     assert empty.samples == 0 and empty.rate_error is None and "nothing can be read" in summary_lines([empty], 0.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "growth"),
+    [
+        ([n / 1000 for n in range(3000)], pytest.approx(1.5, rel=0.01)),
+        ([n // 100 / 10 + (n % 2) / 50 for n in range(3000)], pytest.approx(1.5, rel=0.1)),
+        ([min(n, 900) / 1000 + (n % 7) / 100 for n in range(3000)], pytest.approx(0, abs=0.02)),
+        ([1.0] * 2000 + [3.0] * 1000, 0.0),
+        ([3.0 - n / 1000 for n in range(3000)], 0.0),
+        ([n / 1000 for n in range(29)], None),
+    ],
+    ids=["a leak", "a leak in steps, with noise", "level, with noise", "one step", "falling", "too short"],
+)
+def test_memory_that_grows_until_the_end_is_told_from_a_step(memory_gib, growth):
+    assert growth_at_the_end(memory_gib) == growth
 
 
 @pytest.mark.parametrize(("reading_s", "interval_s"), [(0.0, 0.1), (0.06, 0.1), (0.13, 0.2)])
