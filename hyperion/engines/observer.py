@@ -67,6 +67,7 @@ class Observer:
         # parameter group, and its optimizer.
         self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
         self._rates: dict[int, list[float]] = {}
+        self._counts: dict[int, int] = {}  # number of updates of each parameter
         self._collectives = _Collectives()
         self._memory = PeakMemoryRegion(self.here.device)
         self._sampler: Sampler | None = None
@@ -247,9 +248,10 @@ class Observer:
                 share = 1.0 if self._own_share is None else self._own_share(parameter)
                 options = {name: group[name] for name in _OPTIONS if name in group}
                 self._updated[id(parameter)] = (parameter, tensor.numel() * share, options, optimizer)
-                rates = self._rates.setdefault(id(parameter), [])
-                if (rate := float(group["lr"])) not in rates:
+                rates, rate = self._rates.setdefault(id(parameter), []), _number(group.get("lr"))
+                if rate is not None and rate not in rates:
                     rates.append(rate)
+                self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
                 if not (self.work.timed and len(self._ends_s) >= self.work.steps // 2):
                     self._squares[-1] += share * float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
 
@@ -258,9 +260,10 @@ class Observer:
         for key, (parameter, count, options, optimizer) in self._updated.items():
             kind = type(optimizer)
             identity = (
-                float(options["weight_decay"]),
-                tuple(map(float, options["betas"])),
-                float(options["eps"]),
+                # Another optimizer lacks some of these options. The judge then names the optimizer.
+                _number(options.get("weight_decay")) or 0.0,
+                tuple(map(float, options.get("betas", ()))),
+                _number(options.get("eps")),
                 tuple(self._rates[key]),
                 str(_local(parameter).dtype).removeprefix("torch."),
                 f"{kind.__module__}.{kind.__qualname__}",
@@ -272,8 +275,11 @@ class Observer:
         return [Group(count, *identity) for identity, count in elements.items()]
 
     def _updates(self) -> int:
-        """Return the number of updates. The optimizer state contains this number for each parameter."""
-        counts = [optimizer.state.get(parameter, {}).get("step", 0) for parameter, _, _, optimizer in self._updated.values()]
+        """Return the number of updates. The state of most optimizers contains this number for each parameter, but not that of SGD."""
+        counts = [
+            optimizer.state.get(parameter, {}).get("step", self._counts[key])
+            for key, (parameter, _, _, optimizer) in self._updated.items()
+        ]
         return int(max(counts, default=0))
 
     def _now(self) -> float:
@@ -344,6 +350,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _flag(value: object) -> bool | None:
     return None if value is None else bool(value)
+
+
+def _number(value: Any) -> float | None:
+    """Return the value of an option as a number, or None if it is absent or has another form, as the pair `eps` of Adafactor."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _first(values: Iterable[float | None]) -> float | None:
