@@ -275,7 +275,7 @@ class Observer:
         return [Group(count, *identity) for identity, count in elements.items()]
 
     def _updates(self) -> int:
-        """Return the number of updates. The state of most optimizers contains this number for each parameter, but not that of SGD."""
+        """Return the number of updates. Most optimizers have this number in the state of each parameter, but SGD does not."""
         counts = [
             optimizer.state.get(parameter, {}).get("step", self._counts[key])
             for key, (parameter, _, _, optimizer) in self._updated.items()

@@ -3,18 +3,22 @@
 Frameworks in an environment of their own are tested where it is installed: `hyperion frameworks install --all`.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hyperion.engines import STACKS, Record, megatron_core, plain, unequal
 from hyperion.engines.launch import launch, train_on_rank
 from hyperion.engines.observer import Observer
+from hyperion.engines.work import Work, write_work_folder
 from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks.works import differing_tensors
+from hyperion.models.llama import LlamaShape
 from hyperion.processes import Job, process_group
 
 pytestmark = pytest.mark.slow
@@ -134,6 +138,37 @@ def broken_mpi4py(folder: Path) -> Path:
     (folder / "mpi4py-4.1.2.dist-info").mkdir()
     (folder / "mpi4py-4.1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mpi4py\nVersion: 4.1.2\n")
     return folder
+
+
+# The table of layouts in the documents, and their presets, have up to four ranks for each matrix, and two for two stages.
+FOUR_RANKS = {"TP 4": {"tensor": 4}, "TP 2 + PP 2": {"tensor": 2, "pipeline": 2}}
+
+
+@pytest.fixture(scope="module")
+def llama_of_four_heads(tmp_path_factory) -> Work:
+    """20 steps of 8 rows. The Llama has four key-value heads, so that each of four ranks has one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder, steps, length = tmp_path_factory.mktemp("four-heads"), 20, 16
+    torch.manual_seed(0)
+    shape = LlamaShape(64, 2, 8, 4, 128, 64)
+    model = LlamaForCausalLM(LlamaConfig(**asdict(shape), initializer_range=64**-0.5, bos_token_id=None, eos_token_id=None))
+    write_work_folder(folder, model, np.random.default_rng(0).integers(0, 64, (8 * steps, length + 1)))
+    return Work(str(folder), steps, 8, length, micro_batches=2)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("layout", FOUR_RANKS)
+def test_megatron_core_on_four_ranks_trains_like_the_plain_loop(layout, llama_of_four_heads, tmp_path):
+    stack = replace(STACKS["megatron-core"], ranks=4, options=FOUR_RANKS[layout])
+    if reason := stack.why_absent():
+        pytest.skip(reason)
+    work = llama_of_four_heads
+    expected = Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path / "plain")))
+    record = launch(stack, work, tmp_path / "four")
+    assert_equal_work(work, record, expected, 1e-5)  # the bar is 1e-4
+    assert record.ranks == 4 and record.counted_tokens == 20 * 8 * 16
+    assert record.norms == pytest.approx(expected.norms, rel=1e-5) and record.losses[-1] < record.losses[0]
 
 
 def test_megatron_core_refuses_bf16_because_its_masters_would_start_from_rounded_weights(tiny_work, tmp_path):
