@@ -116,6 +116,14 @@ def parse_log(text: str, where: object) -> LoggedRun:
     return LoggedRun(form, batches[0], times, losses, rates, max(memory_gb, default=None))
 
 
+def logged_step(line: str) -> tuple[int, float | None] | None:
+    """Return (number of the step, its loss or None) if a line of a log is that of a step, else None."""
+    if not (found := _ITERATION.search(_COLOURS.sub("", line))):
+        return None
+    loss = _FIELDS["loss"].search(found[3])
+    return int(found[1]), float(loss[1]) if loss else None
+
+
 def result_of_log(path: Path, facts: RunFacts) -> Result:
     """Return the result of a log file.
 

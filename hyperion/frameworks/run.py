@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from pathlib import Path
 from hyperion.engines import STACKS, Record, Work, other_settings
 from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
 from hyperion.errors import HyperionError
-from hyperion.frameworks.logs import RunFacts, result_of_log
+from hyperion.frameworks.logs import RunFacts, logged_step, result_of_log
 from hyperion.frameworks.plan import Plan
 from hyperion.frameworks.progress import Progress, StepReporter, append_event
 from hyperion.frameworks.result import (
@@ -33,6 +34,9 @@ from hyperion.frameworks.result import (
 from hyperion.frameworks.shapes import build, count_parameters, count_vector_elements, is_tiny
 from hyperion.hardware import MachineFacts, detect
 from hyperion.units import GB, GIB
+
+_POLL_S = 0.2  # interval at which the log of a framework that runs by its own command is read
+_LONGEST_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def _train(plan: Plan, works: "_Works", facts: MachineFacts, on_step: StepReport
     try:
         # Delete the result of an earlier run with other settings. It must not look like the result of this run if this run fails.
         (folder / plan.file_name).unlink(missing_ok=True)
-        result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts, on_step)
+        result = _run_command(plan, folder, on_step) if plan.command else _run_stack(plan, works, facts, on_step)
         result = replace(result, plan_sha256=plan.digest)
         write_result(result, folder)
         return Outcome(plan, "trained", result)
@@ -286,7 +290,7 @@ def _work_of(plan: Plan, folder: Path) -> Work:
     )
 
 
-def _run_command(plan: Plan, folder: Path) -> Result:
+def _run_command(plan: Plan, folder: Path, on_step: StepReporter) -> Result:
     """Run a framework by its own entry point, and make the result from its log."""
     for name, content in plan.files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +302,7 @@ def _run_command(plan: Plan, folder: Path) -> Result:
             plan.command, cwd=plan.folder or None, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(plan.timeout_s)
+            code = _wait(process, Path(log.name), plan, on_step)
         except subprocess.TimeoutExpired:
             raise HyperionError(f"no end after {plan.timeout_s:g} s", where=log.name, next_step="raise timeout_s") from None
         finally:
@@ -328,6 +332,32 @@ def _run_command(plan: Plan, folder: Path) -> Result:
         what = f"the log states {stated[0]} steps of {stated[1]} rows, not {sizes['steps']} of {sizes['global_batch_size']}"
         raise HyperionError(what, where=log.name, next_step="check which options the framework accepted")
     return result
+
+
+def _wait(process: subprocess.Popen, file: Path, plan: Plan, on_step: StepReporter) -> int:
+    """Wait for the end of a process, and return its exit code. Report the steps that it writes to its log meanwhile.
+
+    Raises:
+        subprocess.TimeoutExpired: the process did not end within the time limit of the plan.
+    """
+    end_s, last, rest = time.monotonic() + plan.timeout_s, 0, b""
+    with file.open("rb") as log:
+        while True:
+            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(_POLL_S, max(0.0, end_s - time.monotonic())))
+            *lines, rest = (rest + log.read()).split(b"\n")
+            rest = rest[-_LONGEST_LINE_BYTES:]
+            for line in lines:
+                step, loss = logged_step(line.decode("utf-8", "replace")) or (0, None)
+                # Primus may write a line twice.
+                if last < step <= plan.work["steps"]:
+                    last = step
+                    on_step(step, loss)
+            if code is not None:
+                return code
+            if time.monotonic() >= end_s:
+                raise subprocess.TimeoutExpired(plan.command, plan.timeout_s)
 
 
 @contextlib.contextmanager

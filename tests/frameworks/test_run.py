@@ -14,7 +14,7 @@ from hyperion.engines.record import Group, Record
 from hyperion.frameworks import run as runs
 from hyperion.frameworks.config import Config, Paths
 from hyperion.frameworks.plan import Plan, resolve
-from hyperion.frameworks.progress import EVENTS, read_events
+from hyperion.frameworks.progress import EVENTS, Progress, read_events
 from hyperion.frameworks.result import read_result
 from hyperion.frameworks.run import exit_code, log_file, run_plans
 from hyperion.processes import JobError, process_group
@@ -243,6 +243,26 @@ def test_primus_runs_by_its_own_entry_point_and_its_log_becomes_a_result(tmp_pat
     content = json.loads((tmp_path / "out/train_amd_prim_llama_mock.json").read_text())
     assert content["source"] == "log" and content["source_log_file"] == "train_amd_prim_llama_mock.log"
     assert content["step_times"] == [22.8134, 4.7125, 4.6875] and content["environment"]["HSA_ENABLE_SDMA"] == "1"
+
+
+@pytest.mark.process
+def test_the_steps_that_a_framework_logs_are_reported_while_it_runs(tmp_path, monkeypatch):
+    """The script ends only after its first step was reported. Its log has a line twice, and one that is written in two parts."""
+    monkeypatch.setattr(runs, "_POLL_S", 0.01)
+    reported, seen = tmp_path / "reported", []
+    head, tail = f"head -c 900 {LOG}", f"tail -c +901 {LOG}"  # cut inside the line of step 2
+    script = f"{head}; until test -f {reported}; do sleep 0.01; done; {tail}\n"
+
+    def on_progress(plan: Plan, progress: Progress) -> None:
+        seen.append((progress.step, progress.steps, progress.loss))
+        reported.touch()
+
+    limited = replace(primus(tmp_path, script), timeout_s=60.0)
+    (outcome,) = run_plans([limited], tmp_path / "out", machine("amd", 8), on_progress=on_progress)
+    assert outcome.state == "trained"
+    assert seen == [(1, 3, 11.89573), (2, 3, 11.89001), (3, 3, 11.66420)]
+    events = read_events(tmp_path / "out" / EVENTS)
+    assert [(event.event, event.step) for event in events][:2] == [("started", None), ("progress", 1)]
 
 
 @pytest.mark.process

@@ -97,8 +97,8 @@ def training_bytes(shape: LlamaShape, layout: MegatronLayout, ranks: int, batch:
 def why_rejected(shape: LlamaShape, layout: MegatronLayout, ranks: int, memory_bytes: float, batch: Batch) -> str:
     """Return why a layout cannot train a Llama on this number of ranks, or "" if no reason is known.
 
-    megatron-core can also repeat key-value heads if there are more tensor-parallel ranks than such heads. This function rejects
-    such layouts, because their ranks have more parameters than the formula says.
+    With more tensor-parallel ranks than key-value heads, several ranks of megatron-core share such a head. This function rejects
+    such layouts, because each of these ranks stores the key and the value, which is more than the formula says.
 
     Args:
         shape, layout, ranks: as in `mixed_precision_bytes`.
