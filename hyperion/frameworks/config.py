@@ -190,7 +190,7 @@ class MegatronDeepSpeedSettings(Settings):
 
 @dataclass(frozen=True)
 class Frameworks:
-    """Settings of the six documented frameworks."""
+    """Settings of the six documented frameworks, and of megatron-core, which runs only if it is named or enabled."""
 
     tran: Settings = Settings()
     deep: DeepSpeedSettings = DeepSpeedSettings()
@@ -198,6 +198,7 @@ class Frameworks:
     nemo: NemoSettings = NemoSettings()
     prim: PrimusSettings = PrimusSettings()
     mgds: MegatronDeepSpeedSettings = MegatronDeepSpeedSettings()
+    mcore: Settings = Settings(enabled=False)
 
 
 @dataclass(frozen=True)

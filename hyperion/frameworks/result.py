@@ -24,8 +24,8 @@ SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1, max_length=100)]
-# "mega" is Megatron-LM, whose results come only from logs.
-Framework = Literal["tran", "deep", "fsdp", "nemo", "prim", "mgds", "mega"]
+# "mega" is Megatron-LM, whose results come only from logs. "mcore" is its library, megatron-core, in this library's loop.
+Framework = Literal["tran", "deep", "fsdp", "nemo", "prim", "mgds", "mega", "mcore"]
 DEFAULT_DATASET, DEFAULT_PRECISION, UNKNOWN = "wikitext-2", "bf16", "unknown"
 PRECISIONS = ("bf16", "fp32", "tf32", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4", UNKNOWN)
 # "_" joins the parts of a file name, so no part contains it.

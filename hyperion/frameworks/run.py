@@ -17,7 +17,7 @@ from hyperion.engines import STACKS, Record, Work, other_settings
 from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
 from hyperion.errors import HyperionError
 from hyperion.frameworks.logs import RunFacts, logged_step, result_of_log
-from hyperion.frameworks.plan import Plan
+from hyperion.frameworks.plan import MODEL_PARALLEL, Plan
 from hyperion.frameworks.progress import Progress, StepReporter, append_event
 from hyperion.frameworks.result import (
     SCHEMA_VERSION,
@@ -160,7 +160,11 @@ def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepRepo
     """Train with a framework whose run is observed."""
     work, stack = works.work_of(plan), STACKS[plan.stack]
     if plan.devices > 1:
-        stack = replace(stack, ranks=plan.devices)  # the Trainer of Hugging Face runs on any number of ranks
+        stack = replace(stack, ranks=plan.devices)  # the Trainer and megatron-core run on any number of ranks
+    if plan.stack == MODEL_PARALLEL:
+        division = plan.parallelism
+        sizes = {"tensor": division.tensor_model_parallel_size, "pipeline": division.pipeline_model_parallel_size}
+        stack = replace(stack, options=stack.options | sizes)
     with tempfile.TemporaryDirectory(dir=work.folder) as run, _logged(plan, works.folder) as log, _variables(plan):
         where = (Path(run), plan.devices, plan.timeout_s)
         record = launch(stack, work, *where, on_line=lambda line: _log(log, line), on_step=on_step)

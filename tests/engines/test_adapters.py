@@ -4,6 +4,7 @@ Frameworks in an environment of their own are tested where it is installed: `hyp
 """
 
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -18,8 +19,12 @@ from hyperion.engines.observer import Observer
 from hyperion.engines.work import Work, write_work_folder
 from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks.works import differing_tensors
+from hyperion.frameworks.shapes import transformers_config
 from hyperion.models.llama import LlamaShape
+from hyperion.parallel.megatron.layouts import MegatronLayout
+from hyperion.parallel.megatron.release import use_adapted
 from hyperion.processes import Job, process_group
+from hyperion.processes.isolated import IsolatedProcess
 
 pytestmark = pytest.mark.slow
 # Some 20 rounding errors of a loss of about ln 64.
@@ -140,6 +145,8 @@ def broken_mpi4py(folder: Path) -> Path:
     return folder
 
 
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192}
 # The table of layouts in the documents, and their presets, have up to four ranks for each matrix, and two for two stages.
 FOUR_RANKS = {"TP 4": {"tensor": 4}, "TP 2 + PP 2": {"tensor": 2, "pipeline": 2}}
 
@@ -177,3 +184,51 @@ def test_megatron_core_refuses_bf16_because_its_masters_would_start_from_rounded
         observer = Observer(work, "megatron-core", (), tmp_path)
         with pytest.raises(HyperionError, match="in fp32 only"):
             megatron_core.train(work, observer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"tie_word_embeddings": True}, "tied embeddings"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"head_dim": 32}, "heads of another width"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"rope_parameters": LLAMA_3 | {"low_freq_factor": 2.0}}, "other values of rope_type 'llama3'"),
+    ],
+)
+def test_megatron_core_refuses_a_model_that_it_would_train_as_another_one(changes, said, tiny_work):
+    config = tiny_work.config()
+    assert megatron_core._translated(config)[1:] == (config["rope_parameters"]["rope_theta"], None)
+    assert megatron_core._translated(config | {"rope_parameters": LLAMA_3})[1:] == (5e5, 8.0)
+    with pytest.raises(HyperionError, match="does not translate to megatron-core") as error:
+        megatron_core._translated(config | changes)
+    assert said in error.value.what
+
+
+def rotary_frequencies(config: dict) -> list[float]:
+    """The frequencies of megatron-core's rotary embedding for a config.json of transformers."""
+    use_adapted()
+    from hyperion.parallel.megatron import gpt
+
+    shape, theta, factor = megatron_core._translated(config)
+    layout = MegatronLayout()
+    with process_group(), gpt.model_parallel(layout):
+        return gpt.build_gpt(shape, layout, 8, 1e-5, theta, factor).rotary_pos_emb.inv_freq.tolist()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("model", ["llama_tiny", "qwen_tiny"])
+def test_rotary_frequencies_are_those_of_transformers(model):
+    """Training cannot show this: at a few positions, the scaled frequencies of Llama 3.1 have angles of almost zero."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    if reason := STACKS["megatron-core"].why_absent():
+        pytest.skip(reason)
+    config = transformers_config(model)
+    with IsolatedProcess(timeout_s=120) as process:
+        found = process.run(partial(rotary_frequencies, config.to_dict()))
+    expected = LlamaRotaryEmbedding(config).inv_freq.tolist()  # type: ignore[arg-type]  # Qwen2 has the same embedding
+    assert found == pytest.approx(expected, rel=1e-6) and len(found) == len(expected)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hyperion.cli import main
 from hyperion.commands.frameworks import app
 from hyperion.errors import HyperionError
+from hyperion.frameworks import capabilities
 from hyperion.frameworks import config as configs
 from hyperion.frameworks.config import GPU_COUNTS, MEGATRON_DEEPSPEED, OUTPUT, PRIMUS
 from hyperion.frameworks.progress import EVENTS, read_events
@@ -164,8 +165,31 @@ def test_the_capability_matrix_has_no_adjectives(tmp_path):
     assert done.exit_code == 0, done.output
     table = {line.split("│")[1].strip(): line for line in done.output.splitlines() if line.startswith("│")}
     cells = [cell.strip() for cell in table["tran"].split("│")[1:-1]]
-    assert cells[:4] == ["tran", "yes", "amd, nvd", "yes"] and cells[-2:] == ["32,785 (amd llama)", "100.00"]
+    assert cells[:4] == ["tran", "yes", "amd, nvd", "ran"] and cells[-2:] == ["32,785 (amd llama)", "100.00"]
     assert {cell.strip() for cell in table["prim"].split("│")[4:8]} <= {"?", "-"}
+
+
+def test_a_capability_ran_only_if_a_result_shows_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(capabilities, "_probe", lambda python, sources, wanted: dict.fromkeys(wanted, True))
+
+    def cells_of(code: str) -> dict[str, str]:
+        headings, rows = capabilities.capability_rows(configs.Config(), tmp_path)
+        (row,) = [row for row in rows if row[0] == code]
+        return dict(zip(headings, row, strict=True))
+
+    assert cells_of("fsdp") | {"data parallel": "yes", "sharded state": "yes", "tensor parallel": "-"} == cells_of("fsdp")
+    one_rank: dict = {"num_gpus": 1, "gradient_accumulation_steps": 64, "parallel_strategy": "hyperion fsdp2"}
+    write_result(result(framework="fsdp", **one_rank), tmp_path)
+    assert cells_of("fsdp")["sharded state"] == "yes"  # one rank divides nothing
+    write_result(result(framework="fsdp", parallel_strategy="hyperion fsdp2"), tmp_path)
+    assert {name for name, cell in cells_of("fsdp").items() if cell == "ran"} == {"data parallel", "sharded state"}
+    divided = result(framework="mgds")
+    division = replace(divided.parallelism_config, tensor_model_parallel_size=2, data_parallel_size=2)
+    division = replace(division, pipeline_model_parallel_size=2, gradient_accumulation_steps=32)
+    training = replace(divided.training_config, gradient_accumulation_steps=32)
+    write_result(replace(divided, parallelism_config=division, training_config=training), tmp_path)
+    ran = {name for name, cell in cells_of("mgds").items() if cell == "ran"}
+    assert ran == {"data parallel", "tensor parallel", "pipeline parallel"}  # also if the framework is no longer installed
 
 
 def documented() -> list[str]:

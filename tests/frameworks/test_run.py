@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.engines import plain
 from hyperion.engines.launch import train_on_rank
+from hyperion.engines.observer import Observer
 from hyperion.engines.record import Group, Record
 from hyperion.frameworks import run as runs
-from hyperion.frameworks.config import Config, Paths
+from hyperion.frameworks.config import Config, Paths, Strategy
+from hyperion.frameworks.parallelism import PRESETS
 from hyperion.frameworks.plan import Plan, resolve
 from hyperion.frameworks.progress import EVENTS, Progress, read_events
 from hyperion.frameworks.result import read_result
@@ -310,3 +313,37 @@ def test_the_trainer_and_fsdp_train_the_same_work(model, precision, tolerance, t
     assert one.training_config.initial_state_sha256 == other.training_config.initial_state_sha256
     assert one.training_config.row_order_sha256 == other.training_config.row_order_sha256
     assert not list(tmp_path.glob(".work*"))
+
+
+# The presets of NVIDIA GPUs: the model, TP and PP. Qwen2.5 has biases of queries, keys and values.
+PRESETS_ON = {
+    "identical": ("llama_tiny", 1, 1),
+    "max_perf": ("qwen_tiny", 2, 1),
+    "memory_opt": ("llama_tiny", 2, 2),
+    "minimal_comm": ("qwen_tiny", 1, 2),
+    "balanced": ("llama_tiny", 2, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_preset_trains_a_tiny_model_like_the_plain_loop(preset, tmp_path):
+    model, tensor, pipeline = PRESETS_ON[preset]
+    config = Config(training=replace(Config().training, steps=3, precision="fp32"), dataset="synthetic")
+    config = replace(config, parallelism=Strategy(preset), hardware=replace(config.hardware, cpu_ranks=max(2, tensor * pipeline)))
+    chosen = resolve(config, "mcore", model, "nvd", CPU, environment={})
+    if chosen.reason:
+        pytest.skip(chosen.reason)
+    (outcome,) = run_plans([chosen], tmp_path, CPU)
+    assert outcome.state == "trained"
+    found = read_result(tmp_path / chosen.file_name)
+    division = found.parallelism_config
+    assert (division.tensor_model_parallel_size, division.pipeline_model_parallel_size) == (tensor, pipeline)
+    assert found.versions["megatron.core"] and found.training_config.parallel_strategy == "megatron-core"
+    assert tensor * pipeline * division.data_parallel_size == found.training_config.num_gpus == chosen.devices
+    with runs._Works(tmp_path) as works:
+        work = works.work_of(chosen)
+        expected = Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path / "plain")))
+    assert found.loss_values == pytest.approx(tuple(expected.losses), abs=1e-5)
+    assert found.training_config.initial_state_sha256 == expected.initial_sha256
