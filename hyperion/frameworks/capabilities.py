@@ -17,8 +17,9 @@ from hyperion.hardware import detect
 from hyperion.processes.child_process import child_environment
 
 MARKS = (
-    "ran: a result file shows that the part was used; yes: the probe imported the part; no: the import failed; ?: not installed, so not probed; -: there is "
-    "no probe. bf16 is that of the matrix units of this device. Measured values are those of result files."
+    "ran: a result file shows that the part was used; yes: the probe imported the part; no: the import failed; ?: not installed, "
+    "so not probed; -: there is no probe. bf16 is that of the matrix units of this device. Measured values are those of result "
+    "files."
 )
 # For each capability and framework: the attribute ("module:attribute") whose import proves the capability.
 _PROBES = {
