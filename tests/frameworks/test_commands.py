@@ -6,14 +6,17 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from hyperion.cli import main
 from hyperion.commands.frameworks import app
+from hyperion.engines import STACKS
 from hyperion.errors import HyperionError
 from hyperion.frameworks import capabilities
 from hyperion.frameworks import config as configs
@@ -298,3 +301,49 @@ def test_train_amd_then_compare(called, tmp_path):
     write_result(replace(trained, framework="tran"), tmp_path)
     code, output, _ = called("compare.py", CONFIG_OUTPUT_DIR=str(tmp_path))
     assert code == 0 and "not ranked" in output and (tmp_path / "compare.png").is_file()
+
+
+@pytest.mark.process
+def test_a_framework_that_is_killed_midway_is_named_and_repeated_alone_and_the_results_are_compared(mirror, tmp_path):
+    """On two ranks and real text: FSDP2 is killed, the Trainer and DeepSpeed finish, and a second call repeats FSDP2 only."""
+    arguments = ("--model", "llama", "--model", "tiny", "--steps", "60", "--precision", "fp32")
+    variables = {"FRAMEWORKS": "fsdp,tran,deepspeed", OUTPUT: str(tmp_path), "PYTHON": sys.executable}
+    absent = STACKS["deepspeed zero-3"].why_absent()
+    words = ["bash", str(FOLDER / "train_amd.sh"), *arguments]
+    with subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        kill_a_rank_after_its_first_step(run.pid, tmp_path / EVENTS)
+        output = run.communicate(timeout=300)[0]
+    assert run.returncode == 1 and "1 of 3 combinations failed: fsdp llama_tiny" in output, output
+    finished = {"tran"} if absent else {"tran", "deep"}
+    assert {read_result(file).framework for file in tmp_path.glob("*.json")} == finished
+    events = [(event.framework, event.event) for event in read_events(tmp_path / EVENTS) if event.event != "progress"]
+    rest = [("deep", "unavailable")] if absent else [("deep", "started"), ("deep", "trained")]
+    assert events == [("fsdp", "started"), ("fsdp", "failed"), ("tran", "started"), ("tran", "trained"), *rest]
+    assert "SIGKILL" in next(event.reason for event in read_events(tmp_path / EVENTS) if event.event == "failed")
+
+    done = script("train_amd.sh", *arguments, **variables)
+    assert done.returncode == 0 and "no combination failed" in done.stdout, done.stdout + done.stderr
+    again = [(event.framework, event.event) for event in read_events(tmp_path / EVENTS) if event.event != "progress"][
+        len(events) :
+    ]
+    assert again[:2] == [("fsdp", "started"), ("fsdp", "trained")] and again[2] == ("tran", "finished before")
+    results = {(one := read_result(file)).framework: one for file in tmp_path.glob("*.json")}
+    assert set(results) == {"fsdp", *finished}
+    for one in results.values():  # real packed tokens, on which the loss falls, in steps of 16 rows from two ranks
+        assert one.dataset == "wikitext-2" and one.loss_values[-1] < one.loss_values[0] - 0.5
+        assert (one.training_config.num_gpus, one.training_config.gradient_accumulation_steps) == (2, 4)
+        assert one.loss_values == pytest.approx(results["fsdp"].loss_values, abs=1e-4)
+        assert one.performance_metrics.tokens_per_second == pytest.approx(16 * 32 * 30 / sum(one.timed_s))
+    done = script("compare.py", CONFIG_OUTPUT_DIR=str(tmp_path))
+    assert done.returncode == 0 and len(re.findall(r"as fast as|tie:", done.stdout)) == len(results) - 1, done.stdout
+
+
+def kill_a_rank_after_its_first_step(runner: int, events: Path) -> None:
+    """Send SIGKILL to a rank of the framework that a runner trains."""
+    end_s = time.monotonic() + 120
+    while not (events.is_file() and '"progress"' in events.read_text()):
+        assert time.monotonic() < end_s, "no step was reported"
+        time.sleep(0.05)
+    children = psutil.Process(runner).children(recursive=True)
+    ranks = [child for child in children if child.environ().get("LOCAL_RANK")]
+    ranks[-1].kill()
