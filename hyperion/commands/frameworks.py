@@ -81,6 +81,7 @@ def train(
     from hyperion.engines import Stack, Work, stack_named
     from hyperion.engines.launch import exit_code, launch, launch_all
     from hyperion.engines.work import TOKENS
+    from hyperion.reproduce.execution import Stopped, stoppable
 
     stacks = [stack_named(name) for name in frameworks]
     length = np.load(work / TOKENS, mmap_mode="r", allow_pickle=False).shape[1] - 1
@@ -90,7 +91,12 @@ def train(
         say(f"{stack.name} …")
         return launch(stack, what, folder / stack.name.replace(" ", "-"), on_line=lambda line: None)
 
-    outcomes = list(launch_all(stacks, launch_one))
+    try:
+        with stoppable():  # SIGTERM must end this command, and not only the framework that trains
+            outcomes = list(launch_all(stacks, launch_one))
+    except Stopped as signal:
+        say(f"stopped by {signal}")
+        raise typer.Exit(signal.exit_code) from None
     for outcome in outcomes:
         if outcome.record is not None:
             file = folder / f"{outcome.stack.replace(' ', '-')}.json"

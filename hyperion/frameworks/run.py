@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -33,10 +34,12 @@ from hyperion.frameworks.result import (
 )
 from hyperion.frameworks.shapes import build, count_parameters, count_vector_elements, is_tiny
 from hyperion.hardware import MachineFacts, detect
+from hyperion.locks import FileLock
 from hyperion.units import GB, GIB
 
 _POLL_S = 0.2  # interval at which the log of a framework that runs by its own command is read
 _LONGEST_LINE_BYTES = 1 << 16
+_WORK, _LOCK, _NEW_S = ".work-", "lock", 60.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,11 @@ def run_plans(
             else:
                 on_start(plan)
                 append_event(folder, plan, "started")
-                outcome = _train(plan, works, facts, StepReporter(plan, folder, on_progress))
+                try:
+                    outcome = _train(plan, works, facts, StepReporter(plan, folder, on_progress))
+                except KeyboardInterrupt as stop:
+                    append_event(folder, plan, "failed", reason=f"interrupted by {stop or 'SIGINT'}")
+                    raise
             if writes:
                 event, _, reason = outcome.state.partition(": ")
                 append_event(folder, plan, event, reason=reason)
@@ -128,6 +135,8 @@ def _finished(plan: Plan, folder: Path) -> Result | None:
 class _Works:
     """Temporary folder with the initial state and the token file of the latest plan. Plans with equal work share both.
 
+    A runner that is killed leaves its folder, which has the size of a model. The next runner removes it.
+
     Args:
         folder: folder of the result files, whose disk has room for the initial state.
     """
@@ -135,11 +144,15 @@ class _Works:
     def __init__(self, folder: Path):
         self.folder, self._key = folder, ""
         self._temporary: tempfile.TemporaryDirectory | None = None
+        self._lock: FileLock | None = None  # held while the folder is in use
 
     def __enter__(self) -> "_Works":
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
@@ -150,10 +163,24 @@ class _Works:
         if key != self._key or self._temporary is None:
             self.__exit__()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._temporary = tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-")
+            _remove_abandoned(self.folder)
+            self._temporary = tempfile.TemporaryDirectory(dir=self.folder, prefix=_WORK)
+            self._lock = FileLock(Path(self._temporary.name) / _LOCK)
+            self._lock.acquire()
             _write_work(plan, Path(self._temporary.name))
             self._key = key
         return _work_of(plan, Path(self._temporary.name))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of runners that have ended. A runner creates its lock right after its folder."""
+    for path in folder.glob(f"{_WORK}*"):
+        lock = FileLock(path / _LOCK)
+        with contextlib.suppress(OSError):
+            new = not lock.path.exists() and time.time() - path.stat().st_mtime < _NEW_S
+            if not new and lock.acquire(wait=False):
+                lock.release()
+                shutil.rmtree(path)
 
 
 def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepReporter) -> Result:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from hyperion.frameworks import config as configs
 from hyperion.frameworks.config import GPU_COUNTS, MEGATRON_DEEPSPEED, OUTPUT, PRIMUS
 from hyperion.frameworks.progress import EVENTS, read_events
 from hyperion.frameworks.result import read_result, write_result
+from hyperion.locks import file_lock
 from tests.frameworks.results import result
 
 FOLDER = Path(__file__).resolve().parents[2] / "phase2_development/frameworks"
@@ -323,10 +325,8 @@ def test_a_framework_that_is_killed_midway_is_named_and_repeated_alone_and_the_r
 
     done = script("train_amd.sh", *arguments, **variables)
     assert done.returncode == 0 and "no combination failed" in done.stdout, done.stdout + done.stderr
-    again = [(event.framework, event.event) for event in read_events(tmp_path / EVENTS) if event.event != "progress"][
-        len(events) :
-    ]
-    assert again[:2] == [("fsdp", "started"), ("fsdp", "trained")] and again[2] == ("tran", "finished before")
+    again = [(event.framework, event.event) for event in read_events(tmp_path / EVENTS) if event.event != "progress"]
+    assert again[len(events) :][:3] == [("fsdp", "started"), ("fsdp", "trained"), ("tran", "finished before")]
     results = {(one := read_result(file)).framework: one for file in tmp_path.glob("*.json")}
     assert set(results) == {"fsdp", *finished}
     for one in results.values():  # real packed tokens, on which the loss falls, in steps of 16 rows from two ranks
@@ -338,12 +338,48 @@ def test_a_framework_that_is_killed_midway_is_named_and_repeated_alone_and_the_r
     assert done.returncode == 0 and len(re.findall(r"as fast as|tie:", done.stdout)) == len(results) - 1, done.stdout
 
 
-def kill_a_rank_after_its_first_step(runner: int, events: Path) -> None:
-    """Send SIGKILL to a rank of the framework that a runner trains."""
+def wait_for_the_first_step(events: Path) -> None:
     end_s = time.monotonic() + 120
     while not (events.is_file() and '"progress"' in events.read_text()):
         assert time.monotonic() < end_s, "no step was reported"
         time.sleep(0.05)
+
+
+def kill_a_rank_after_its_first_step(runner: int, events: Path) -> None:
+    """Send SIGKILL to a rank of the framework that a runner trains."""
+    wait_for_the_first_step(events)
     children = psutil.Process(runner).children(recursive=True)
     ranks = [child for child in children if child.environ().get("LOCAL_RANK")]
     ranks[-1].kill()
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_runner_and_not_only_the_framework_that_trains(tmp_path):
+    """A batch system sends it. A folder that a killed runner left is removed, and one that another runner uses is not."""
+    (tmp_path / ".work-of-a-dead-runner").mkdir()
+    os.utime(tmp_path / ".work-of-a-dead-runner", (0, 0))
+    (tmp_path / ".work-in-use").mkdir()
+    words = [
+        "bash",
+        str(FOLDER / "train_amd.sh"),
+        "--model",
+        "llama",
+        "--model",
+        "tiny",
+        "--steps",
+        "2000",
+        "--dataset",
+        "synthetic",
+    ]
+    variables = {"FRAMEWORKS": "tran,fsdp", OUTPUT: str(tmp_path), "PYTHON": sys.executable}
+    with (
+        file_lock(tmp_path / ".work-in-use" / "lock"),
+        subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run,
+    ):
+        wait_for_the_first_step(tmp_path / EVENTS)
+        run.send_signal(signal.SIGTERM)
+        output = run.communicate(timeout=60)[0]
+    assert run.returncode == 143 and "stopped by SIGTERM: 2 of 2 combinations have no outcome" in output, output
+    last = read_events(tmp_path / EVENTS)[-1]
+    assert (last.framework, last.event, last.reason) == ("tran", "failed", "interrupted by SIGTERM")
+    assert [path.name for path in tmp_path.glob(".work-*")] == [".work-in-use"] and not list(tmp_path.glob("*.json"))
