@@ -80,7 +80,9 @@ def run(
         list[str] | None,
         typer.Option(help="llama, qwen, or tiny for their tiny twins.", show_default="the models of the configuration"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps.", show_default="training.steps")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=2, max=1_000_000, help="Optimizer steps.", show_default="training.steps")
+    ] = None,
     precision: Annotated[
         str | None, typer.Option(callback=one_of(("bf16", "fp32")), help="bf16 or fp32.", show_default="training.precision")
     ] = None,
@@ -103,7 +105,7 @@ def run(
     0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available;
     130 or 143 stopped by SIGINT or SIGTERM, after the ranks have ended.
     """
-    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.config import load_config, require_preset
     from hyperion.frameworks.plan import asked_platform, output_folder, resolve, select_frameworks, select_models
     from hyperion.frameworks.run import exit_code, log_file, run_plans
     from hyperion.hardware import collect_facts
@@ -115,6 +117,7 @@ def run(
     paths = replace(config.paths, output_dir=output_dir) if output_dir else config.paths
     config = replace(config, training=training, parallelism=strategy, paths=paths)
     config = replace(config, dataset=dataset) if dataset else config
+    require_preset(config, "--preset")
     names = select_frameworks(frameworks or os.environ.get(FRAMEWORKS, ""), config)
     facts = collect_facts()
     dry_run = dry_run or listing or as_json

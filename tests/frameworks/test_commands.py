@@ -71,6 +71,13 @@ def test_frameworks_and_its_precedence(monkeypatch):
         CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
+def test_an_unknown_preset_and_too_many_steps_are_refused():
+    with pytest.raises(HyperionError, match="there is no preset 'fastest'") as error:
+        CliRunner().invoke(app, ["run", "--preset", "fastest", "--dry-run"], catch_exceptions=False)
+    assert error.value.where == "--preset" and "balanced" in (error.value.next_step or "")
+    assert command("run", "--dry-run", "--steps", "1000001").exit_code == 2
+
+
 def test_list_names_the_combinations_and_why_one_is_unavailable():
     done = command("run", "--list", "--frameworks", "tran,prim", "--model", "tiny")
     assert done.exit_code == 0 and "train_cpu_tran_qwen_tiny.json" in done.output.replace("nvd", "cpu")
