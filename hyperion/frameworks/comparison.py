@@ -229,7 +229,9 @@ def draw(comparison: Comparison, dpi: int) -> bytes:
     results, names = comparison.results, [_name(result, comparison.results) for result in comparison.results]
     with styled():
         devices = ", ".join(sorted({(result.gpu_info.device_name or "device not stated")[:_SHOWN] for result in results}))
-        figure, panels = new_figure("Comparison of frameworks", _drawable(devices), 2, lines=2, width=12, height=7.2 + 0.18 * len(results))
+        figure, panels = new_figure(
+            "Comparison of frameworks", _drawable(devices), 2, lines=2, width=12, height=7.2 + 0.18 * len(results)
+        )
         figure.set_dpi(dpi)
         bars, losses, rates, times = panels
         for place, estimate in enumerate(comparison.rates):

@@ -90,28 +90,39 @@ def train_all(stacks: dict[str, dict]) -> dict:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(standing_ranks, tiny_work, tmp_path_factory) -> dict[str, Record]:
-    work, stacks = replace(tiny_work, micro_batches=1), {}
-    for name in TWO_RANKS:
+def on_two_ranks(standing_ranks, tiny_work, tmp_path_factory) -> dict[tuple[str, int], Record]:
+    """The record of each framework, by its name and the number of micro-batches of a rank."""
+    places, stacks = [(name, parts) for parts in (1, 2) for name in TWO_RANKS], {}
+    for name, parts in places:
         stack, folder = STACKS[name], tmp_path_factory.mktemp(name.replace(" ", "-"))
-        stacks[name] = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
-        stacks[name] |= {"work": work.as_dict(), "options": stack.options}
+        values = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
+        work = replace(tiny_work, micro_batches=parts)
+        stacks[f"{name} {parts}"] = values | {"work": work.as_dict(), "options": stack.options}
     answer = standing_ranks.run(Job(train_all, {"stacks": stacks}, ranks=2))[0]
-    return {name: Record.of(values) for name, values in answer.items()}
+    return {(name, parts): Record.of(answer[f"{name} {parts}"]) for name, parts in places}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_the_trainer_and_the_engine_of_this_library_on_two_ranks(name, on_two_ranks, tiny_work, reference, tmp_path):
-    record = on_two_ranks[name]
+    record = on_two_ranks[name, 1]
     if name == "HF Trainer":
-        record.reduced.pop("int32")  # the Trainer lets DDP look for unused parameters, which reduces flags
+        record.reduced.pop("int32", None)  # the Trainer lets DDP look for unused parameters, which reduces flags
     assert_equal_work(replace(tiny_work, micro_batches=1), record, reference)
     assert record.ranks == 2 and record.reduced["float32"] >= sum(group.elements for group in record.groups)
     if (how := TWO_RANKS[name]) is not None:
         assert tiny_work.micro_batches == 2
         parts = Record.of(plain.train(tiny_work, Observer(tiny_work, "two micro-batches", (), tmp_path), **how))
         assert differing_tensors(record, parts) == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_gradients_of_accumulated_micro_batches_are_reduced_once(name, on_two_ranks, tiny_work, reference):
+    once, parts = on_two_ranks[name, 1], on_two_ranks[name, 2]
+    assert parts.reduced["float32"] == pytest.approx(once.reduced["float32"], rel=0.01)  # all but the loss and the norm
+    parts.reduced.pop("int32", None)
+    assert_equal_work(tiny_work, parts, reference)
 
 
 @pytest.mark.process
