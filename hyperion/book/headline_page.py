@@ -51,7 +51,7 @@ _SUMMARY = (
     r"all-reduce over",
     r"gpt2_124m\S*, training, .* over (a|the same) plain",
     r"resnet18, training, .* over the same plain",
-    r"gpt2_124m\S*, eager training step: .* over tf32",
+    r"gpt2_124m\S*, training step as a graph: .* over tf32",
     r".*, accuracy, test split, mean of",
     r".*, perplexity per word, valid split, mean of",
     r"DDP on .* loss apart",

@@ -327,6 +327,8 @@ def _share(row: Row, stored: Prediction | None) -> Point | None:
     kind = STEP_PRODUCTS if row.metric == "taf_tflops" else ""
     if row.metric in ("images_per_s", "tokens_per_s", "samples_per_s"):
         kind = _KINDS.get(row.experiment, "")
+        if kind == EAGER_STEP and row.params.get("mode") == "graph":
+            kind = TRAINING_STEP
     of_model = row.predicted if stored is None or stored.ceiling is None else stored.ceiling
     if not kind or of_model is None:
         return None

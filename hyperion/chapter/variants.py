@@ -114,6 +114,12 @@ class RankOptions(Options):
         return ranks
 
 
+def processes_at_once() -> int:
+    """Return how many processes should run concurrently, so that all of them end as early as possible."""
+    # The cores of this process, not of the machine: a container or a batch system may allow only some of them.
+    return min(_MOST, max(_FEWEST, len(os.sched_getaffinity(0)) // _CORES_EACH))
+
+
 def run_side_by_side(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
     """Call `function(context, report, **params) -> Result` for each variant, each in a new process.
 
@@ -131,9 +137,7 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
     Raises:
         JobError: a variant failed. Variants that are already running are finished, and no other variant is started.
     """
-    # The cores of this process, not of the machine: a container or a batch system may allow only some of them.
-    cores = len(os.sched_getaffinity(0))
-    at_once = min(_MOST, max(_FEWEST, cores // _CORES_EACH))
+    cores, at_once = len(os.sched_getaffinity(0)), processes_at_once()
     threads = max(1, cores // at_once)
 
     def run(number: int, threads: int) -> Result:

@@ -38,6 +38,9 @@ def doctor(
     log: Annotated[
         Path | None, typer.Option(help="Log of a program that failed. The rules of troubleshooting also search it.")
     ] = None,
+    guide: Annotated[
+        bool, typer.Option("--guide", help="Print the entries of the troubleshooting guide of Stan's ML Stack, and their rules.")
+    ] = False,
     fit: Annotated[
         Path | None, typer.Option(help="Find the largest batch that fits: a file with step(batch), which runs one training step.")
     ] = None,
@@ -58,6 +61,9 @@ def doctor(
     With --numerics: compare two small training runs with the float64 numbers stored in git. If a number is wrong, the output
     names the first wrong tensor, and the exit code is 1.
 
+    With --guide: print two tables in Markdown: the rules that find the causes of each of the 39 entries of the troubleshooting
+    guide of Stan's ML Stack, and all rules. docs/troubleshooting.md contains them.
+
     With --comparison: make 44 comparisons of real launches, which takes half an hour. The exit code is 1 if a planted slowdown
     of 10 % is not confirmed, or if there are more false alarms than a test at the 5 % level allows.
     """
@@ -65,6 +71,11 @@ def doctor(
         raise HyperionError(f"--run {run} is given without --floors", next_step=f"use both: hyperion doctor --floors --run {run}")
     if run is not None and as_json:
         raise HyperionError("--json reports on this machine, and not on a run", next_step=f"leave out --json or --run {run}")
+    if guide:
+        from hyperion.doctor.guide import guide_markdown
+
+        print(guide_markdown())
+        raise typer.Exit
     others = {"--preflight": preflight is not None, "--fit": fit is not None, "--comparison": comparison, "--harness": harness}
     others |= {"--numerics": numerics and not as_json, "--floors": floors and not as_json}
     option = next((name for name, given in others.items() if given), None)
@@ -120,6 +131,9 @@ def _print_report(numerics: bool, floors: bool, log: Path | None, as_json: bool)
             skipped.setdefault(evidence, []).append(name)
         elif (result, evidence) != ("ok", NOT_PRESENT):
             _print_finding(output, COLOURS, result, name, evidence, remedy)
+    if log is None:
+        searching = len(skipped.pop("unknown: log", []))
+        _print_finding(output, COLOURS, "skip", f"{searching} rules", "they search the log of a program: give --log FILE", "")
     for reason, names in skipped.items():
         _print_finding(output, COLOURS, "skip", ", ".join(names), reason, "")
     counts = ", ".join(f"{count} {result}" for result, count in sorted(report.summary.items()))

@@ -6,7 +6,7 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, csv_ro
 from hyperion.terminal import say
 
 _NO_ENERGY = "no energy per token: no device reports its power"
+_GROWTH_GIB = 0.05  # less than this is noise of other programs
 _PANELS = {
     "utilization_percent": "utilisation (%)",
     "memory_gib": "memory (GiB)",
@@ -58,20 +59,21 @@ def monitor(
         raise HyperionError(
             f"--interval {interval} is too short", next_step="use at least 0.01s; a GPU updates its sensors at 0.1s"
         )
+    duration_s = parse_duration(duration, "--duration") if duration else 0.0
+    for file in filter(None, (csv_file, plot)):
+        file.open("ab").close()  # an error here costs nothing; after the command, its readings would be lost
     started_s, clock_s = time.time(), time.time() - time.monotonic()
     with Monitor(system_devices(), interval_s) as watching:
-        code = run_watched(command) if command else _wait(parse_duration(duration or "", "--duration"))
-    summaries = watching.summaries()
+        code = run_watched(command) if command else _wait(duration_s)
+    for line in summary_lines(watching.summaries(), watching.overhead, tokens):
+        say(line)
     if csv_file is not None:
         csv_file.write_text(csv_text(csv_rows(watching.devices, watching.readings)), encoding="utf-8")
     if plot is not None:
         plot.write_bytes(plot_png(csv_rows(watching.devices, watching.readings)))
-    energies = {}
     for rate in measured_rates(run, started_s) if run is not None else ():
         power = mean_power(watching.readings, rate.started_s - clock_s, rate.ended_s - clock_s)
-        energies[rate.name] = None if power is None else power / rate.tokens_per_s
-    for line in summary_lines(summaries, watching.overhead, tokens, energies):
-        say(line)
+        say(energy_line(rate.name, None if power is None else power / rate.tokens_per_s))
     raise typer.Exit(code)
 
 
@@ -192,20 +194,24 @@ def measured_rates(run: str, since_s: float) -> list[TokenRate]:
     return rates
 
 
-def summary_lines(
-    summaries: Sequence[DeviceSummary],
-    overhead: float,
-    tokens: int | None = None,
-    energies: Mapping[str, float | None] | None = None,
-) -> list[str]:
+def energy_line(name: str, energy_j: float | None) -> str:
+    """Return the line with the energy per token of a measured rate.
+
+    Args:
+        name: name of the rate.
+        energy_j: the mean power of all devices during the experiment, divided by the rate, or None if no power was read.
+    """
+    reason = "no energy per token: no device has two readings of its power in this time"
+    return f"{name}: {reason if energy_j is None else f'{energy_j:.4g} J per token, at the mean power of the experiment'}"
+
+
+def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: int | None = None) -> list[str]:
     """Return the summary as lines of text: one line for each device, followed by the energy per token.
 
     Args:
         summaries: one for each device.
         overhead: share of one core that the monitor used.
         tokens: number of tokens of the whole command.
-        energies: energy per token in joules of each measured rate: the mean power of all devices during the experiment, divided
-            by the rate. None means that no power was read in this time.
     """
     lines = []
     for one in summaries:
@@ -223,13 +229,14 @@ def summary_lines(
         parts += [f"throttled: {one.throttle}"] if one.throttle is not None else []
         rate = "" if one.rate_error is None else f", interval {one.rate_error:+.1%} from the requested one"
         lines.append(f"{one.device}: {'; '.join(parts) or 'nothing can be read'} ({one.samples} readings{rate})")
+        if (one.memory_growth_gib or 0) >= _GROWTH_GIB:
+            lines.append(
+                f"  memory still growing at the end: +{one.memory_growth_gib:.4g} GiB since the first third of the readings"
+            )
         lines += [f"  {name}: {reason}" for name, reason in one.unreadable.items()]
     # The second die of an MI250X reports no energy, because the first die reports that of the whole module.
     measured = [one.energy_j for one in summaries if one.energy_j is not None]
     if tokens is not None:
         lines.append(f"energy per token: {sum(measured) / tokens:.4g} J" if measured else _NO_ENERGY)
-    for name, energy in (energies or {}).items():
-        reason = "no energy per token: no device has two readings of its power in this time"
-        lines.append(f"{name}: {reason if energy is None else f'{energy:.4g} J per token, at the mean power of the experiment'}")
     lines.append(f"the monitor used {overhead:.2%} of one core")
     return lines

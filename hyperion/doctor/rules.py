@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Literal
 
 from hyperion.doctor.report import RuleResult
-from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State
-from hyperion.install.machine import ROCM_WHEEL_ARCHS, decide
+from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State, is_port
+from hyperion.install.machine import NVIDIA, ROCM_WHEEL_ARCHS, decide
 from hyperion.install.variables import lint
 
 NOT_PRESENT = "not present"
 MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+# Variables of batch systems, which give a job only some of the GPUs of a machine.
+_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+# GPUs that are part of a processor ("APU" in the table of processors in LLVM's AMDGPUUsage, read on 2026-11-27).
+_INTEGRATED = {
+    *("gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103"),
+    *("gfx1150", "gfx1151", "gfx1152", "gfx1153"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,24 @@ def nested_masks(state: State) -> str:
     return f"both masks are set: {values}" if len(values) == 2 and state.variables.get("HIP_VISIBLE_DEVICES") != "0" else ""
 
 
+@_rule("fewer GPUs than expected", "unset the variable, or list all GPUs that exist: an index that does not exist ends the list")
+def partly_masked(state: State) -> str:
+    masks = {name: state.variables[name] for name in MASKS if name in state.variables}
+    present = len(state.kernel.amd_archs) or sum(vendor == NVIDIA for vendor, _ in state.kernel.pci)
+    seen = len(state.device_archs)
+    named = max((value.count(",") + 1 for value in masks.values()), default=0)
+    if not masks or not seen or any(name in state.variables for name in _BATCH_SYSTEMS):
+        return ""
+    return f"{masks}: torch sees {seen} of {max(present, named)} GPUs" if seen < max(present, named) else ""
+
+
+@_rule("work runs on the GPU of the processor", "hide it: set HIP_VISIBLE_DEVICES to the indices of the other GPUs")
+def integrated_gpu(state: State) -> str:
+    integrated = [f"GPU {n} ({arch})" for n, arch in enumerate(state.device_archs) if arch in _INTEGRATED]
+    visible = f"{', '.join(integrated)} is part of the processor, and visible beside other GPUs"
+    return visible if 0 < len(integrated) < len(state.device_archs) else ""
+
+
 @_rule("the GPU is ignored", "see `hyperion env --install`: another wheel or a container may support it; else use TORCH=cpu")
 def unsupported_gpu(state: State) -> str:
     other = sorted(set(state.kernel.amd_archs) - ROCM_WHEEL_ARCHS)
@@ -197,6 +222,39 @@ def fictional_variables(state: State) -> str:
 @_rule("a setting acts against another one", "see `hyperion env --lint`")
 def contradictory_variables(state: State) -> str:
     return "; ".join(finding.what for finding in lint(state.variables.items()) if finding.kind != "unknown")
+
+
+@_rule(
+    "a setting is lost in another terminal or after a reboot",
+    "export it in that file, start a new shell, and set it in job scripts too: `hyperion env --generate bash` prints the lines",
+    "startup",
+)
+def lost_settings(state: State) -> str:
+    found = []
+    for file, name, value in state.startup or ():
+        here = state.variables.get(name)
+        if here != value:
+            found.append(f"{file} sets {name}={value}, and here it is {'not set' if here is None else here}")
+    return "; ".join(found)
+
+
+@_rule("files are not found after a reboot or an update", "correct or unset the variables", "absent_folders")
+def absent_folders(state: State) -> str:
+    return f"does not exist: {', '.join(state.absent_folders or ())}" if state.absent_folders else ""
+
+
+@_rule(
+    "ONNX Runtime computes on the CPU",
+    "uninstall all of them, then install one: onnxruntime-gpu for NVIDIA, onnxruntime-migraphx for AMD",
+    "onnx_builds",
+    "build",
+)
+def onnx_runtime_builds(state: State) -> str:
+    builds = state.onnx_builds or ()
+    if len(builds) > 1:
+        return f"they overwrite each other: {', '.join(builds)}"
+    gpu = state.build is not None and state.build.kind != "cpu"
+    return "onnxruntime is the build for the CPU" if gpu and builds == ("onnxruntime",) else ""
 
 
 @_rule("out of memory with a batch that fitted before", "end the other processes: nvidia-smi or rocm-smi --showpids", "devices")
@@ -324,6 +382,14 @@ def absent_interface(state: State) -> str:
 )
 def port_in_use(state: State) -> str:
     return f"port {state.variables.get('MASTER_PORT')} is in use" if state.port_used else ""
+
+
+@_rule(
+    "torchrun ends at the start", "set MASTER_PORT to a number from 1024 to 65535, or use torchrun --standalone", severity="fail"
+)
+def invalid_port(state: State) -> str:
+    port = state.variables.get("MASTER_PORT", "")
+    return f"MASTER_PORT={port} is not a port" if port and not is_port(port) else ""
 
 
 @_rule("nodes do not find this node", "correct /etc/hosts, or set MASTER_ADDR to an address of the network", "own_address")

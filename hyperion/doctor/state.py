@@ -3,8 +3,10 @@
 A fact that cannot be read is None. The result of every rule that needs this fact is then 'skip', and never 'ok'.
 """
 
+import errno
 import os
 import platform
+import re
 import resource
 import shutil
 import site
@@ -13,6 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +27,11 @@ from hyperion.doctor.checks import CACHES, installed_build, nearest_existing
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect, read
 from hyperion.hardware.cpu import system_text
 from hyperion.hardware.telemetry import nvml_uncorrected_errors
+from hyperion.install.assignments import shell_assignments
 from hyperion.install.machine import KernelFacts
 from hyperion.install.machine import collect_facts as collect_kernel_facts
 from hyperion.install.plan import Build
-from hyperion.install.variables import Setting, minimal_environment
+from hyperion.install.variables import Setting, minimal_environment, registry
 from hyperion.kernels.availability import why_no_triton
 from hyperion.paths import home_folder, results_folder
 from hyperion.units import GIB
@@ -88,7 +92,7 @@ class State:
         memlock_gib, open_files: limits of this process.
         interfaces: names of the network interfaces.
         infiniband: whether there is an InfiniBand or RoCE adapter.
-        port_used: whether the port in MASTER_PORT is used by another process.
+        port_used: whether the port in MASTER_PORT is used by another process. False without MASTER_PORT.
         own_address: address to which the own host name resolves; "" if it does not resolve.
         compiler: path of a C++ compiler, or "".
         python_header: whether Python.h is installed.
@@ -98,6 +102,10 @@ class State:
         kernel_command: command line of the kernel.
         user_site: whether packages in the user's site-packages are visible.
         library_shadows: folders in LD_LIBRARY_PATH with their own libraries of CUDA, ROCm or collectives.
+        startup: settings in the start-up files of the login shell, as (file, name, value). Only variables of the registry whose
+            value is known without running the file.
+        absent_folders: variables with a folder that does not exist, as "NAME=folder".
+        onnx_builds: installed distributions that contain ONNX Runtime.
         damaged_data: missing or truncated files of prepared data.
         log: end of the log of a program that failed.
     """
@@ -137,6 +145,9 @@ class State:
     kernel_command: str | None = None
     user_site: bool | None = None
     library_shadows: tuple[str, ...] | None = None
+    startup: tuple[tuple[str, str, str], ...] | None = None
+    absent_folders: tuple[str, ...] | None = None
+    onnx_builds: tuple[str, ...] | None = None
     damaged_data: tuple[str, ...] | None = None
     log: str | None = None
 
@@ -193,11 +204,23 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         kernel_command=system_text(root / "proc/cmdline"),
         user_site=bool(site.ENABLE_USER_SITE) and Path(site.getusersitepackages()).is_dir(),
         library_shadows=_library_shadows(variables.get("LD_LIBRARY_PATH", "")),
+        startup=_attempt(lambda: startup_settings(root, home_folder(), variables.get("SHELL", ""))),
+        absent_folders=_absent_folders(variables),
+        onnx_builds=_attempt(lambda: tuple(sorted(set(packages_distributions().get("onnxruntime", ()))))),
         damaged_data=_attempt(_damaged_data),
         log=_end_of(log) if log is not None else None,
     )
 
 
+# Files that a shell reads when it starts, relative to the home folder. Every shell gets the files of the system too.
+_STARTUP = {
+    "bash": (".bash_profile", ".bash_login", ".profile", ".bashrc"),
+    "zsh": (".zshenv", ".zprofile", ".zshrc", ".zlogin"),
+    "fish": (".config/fish/config.fish",),
+}
+_STARTUP_CHARACTERS = 50_000  # number of characters that are read of each of these files
+# Variables that name a folder, or several with ":" between them, which must exist.
+_FOLDER_VARIABLES = ("ROCM_PATH", "ROCM_HOME", "HIP_PATH", "CUDA_HOME", "CUDA_PATH", "PYTHONPATH")
 _MEMLOCK, _FILES = resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE
 
 
@@ -271,21 +294,49 @@ def _file_system(place: Path) -> str:
 
 
 def _port_used(port: str) -> bool | None:
-    if not port.isdigit():
+    if not is_port(port):
         return None if port else False
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE or None
     return False
+
+
+def is_port(text: str) -> bool:
+    """Return True if a text is the number of a port."""
+    return re.fullmatch("[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
 
 
 def _library_shadows(path: str) -> tuple[str, ...]:
     names = ("libcudart.so*", "libcublas.so*", "libnccl.so*", "libamdhip64.so*", "librccl.so*", "libtorch.so*")
     folders = [Path(part) for part in path.split(":") if part]
     return tuple(str(folder) for folder in folders if any(any(folder.glob(name)) for name in names))
+
+
+def startup_settings(root: Path, home: Path, shell: str) -> tuple[tuple[str, str, str], ...]:
+    """Return the settings in the start-up files of a shell, as (file, name, value): only variables of the registry.
+
+    Args:
+        root: folder that contains etc/.
+        home: home folder of the user.
+        shell: path of the login shell. If it is unknown, the files of bash are read.
+    """
+    files = [root / "etc/environment", *sorted((root / "etc/profile.d").glob("*.sh"))]
+    files += [home / name for name in _STARTUP.get(Path(shell).name, _STARTUP["bash"])]
+    last = {}
+    for file in files:
+        pairs = shell_assignments((system_text(file) or "")[:_STARTUP_CHARACTERS])
+        # A value with a `$` is known only when the file runs.
+        last |= {name: (str(file), name, value) for name, value in pairs if name in registry() and "$" not in value}
+    return tuple(last.values())
+
+
+def _absent_folders(variables: Mapping[str, str]) -> tuple[str, ...]:
+    named = [(name, part) for name in _FOLDER_VARIABLES for part in variables.get(name, "").split(":") if part]
+    return tuple(f"{name}={part}" for name, part in named if not Path(part).exists())
 
 
 def _damaged_data() -> tuple[str, ...]:

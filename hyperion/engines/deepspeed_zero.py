@@ -4,7 +4,6 @@ from typing import Any
 
 import deepspeed  # pyright: ignore[reportMissingImports]
 import torch
-from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 
 from hyperion.engines.observer import Observer
 from hyperion.engines.plain import token_loss
@@ -20,10 +19,9 @@ def train(work: Work, observer: Observer, stage: int) -> dict:
         stage: ZeRO stage, 1 to 3.
     """
     here = observer.here
-    if get_accelerator().device_name() == "cpu":
-        # On a CPU, DeepSpeed would compile a shared-memory communication library here. A run that is killed during the
-        # compilation leaves a lock, for which all later runs wait.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed would compile a shared-memory communication library for the CPU here. A run that is killed during the compilation
+    # leaves a lock, for which all later runs wait. If the dict did not exist, DeepSpeed would start compilers to fill it.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     plain = work.load_model(observer.device)
     deepspeed.init_distributed(dist_backend=here.backend)
     engine: Any

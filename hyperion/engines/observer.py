@@ -10,6 +10,7 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hyperion.measure.memory_use.tensor_memory import PeakMemoryRegion
 from hyperion.processes import world
 
 REPORT_INTERVAL_S = 1.0
+_HASHING_THREADS = 4  # each of them holds the copy of a tensor
 _OPTIONS = ("weight_decay", "betas", "eps", "amsgrad", "decoupled_weight_decay")
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
 
@@ -176,7 +178,7 @@ class Observer:
             ranks = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(ranks, mine)
         final = ""
-        if self.here.rank == 0:
+        if self.here.rank == 0 and not self.work.timed:
             final = str(save_state(self.folder / "final.safetensors", state))
         return self._combined(ranks, final, unreadable).as_dict()
 
@@ -253,7 +255,7 @@ class Observer:
                     rates.append(rate)
                 self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
                 if not (self.work.timed and len(self._ends_s) >= self.work.steps // 2):
-                    self._squares[-1] += share * float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+                    self._squares[-1] += share * _sum_of_squares(gradient)
 
     def _groups(self) -> list[Group]:
         elements: dict[tuple, float] = {}
@@ -310,11 +312,15 @@ class _Collectives(TorchDispatchMode):
 
 
 def sha256_of_state(state: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of the names and the float32 values of a state dict, in alphabetical order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].detach().float().cpu().contiguous().numpy().data)
+    """Return the SHA-256 of the names and the hashes of the float32 values of a state dict, ordered by name."""
+
+    def hashed(name: str) -> bytes:
+        return hashlib.sha256(state[name].detach().float().cpu().contiguous().numpy().data).digest()
+
+    digest, names = hashlib.sha256(), sorted(state)
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:  # hashlib and copies from a device release the interpreter lock
+        for name, value in zip(names, pool.map(hashed, names), strict=True):
+            digest.update(name.encode() + b"\0" + value)
     return digest.hexdigest()
 
 
@@ -346,6 +352,16 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 def _local(tensor: Tensor) -> Tensor:
     """Return the part of a distributed tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_of_squares(tensor: Tensor) -> float:
+    """Return the sum of the squared elements, computed in float64.
+
+    On a GPU, the norm in float64 copies its input. A framework may store all gradients in one tensor, whose copy would be counted
+    as peak memory of the framework. So the norm is computed in parts.
+    """
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in tensor.reshape(-1).split(1 << 24)]
+    return sum(float(norm) ** 2 for norm in norms)
 
 
 def _flag(value: object) -> bool | None:

@@ -56,7 +56,7 @@ class Record:
             None if it cannot be read.
         energy_j: energy of the last `energy_steps` steps in joules, summed over all ranks. None if it cannot be read.
         energy_steps: number of steps that `energy_j` covers.
-        final_file: file with the final state dict with Hugging Face names.
+        final_file: file with the final state dict with Hugging Face names; "" if the work is timed.
         unreadable: for each value that could not be read, the reason. The key is the name of the value.
     """
 

@@ -39,7 +39,8 @@ class Work:
         clip_norm: largest allowed gradient norm.
         micro_batches: number of parts into which each rank divides its rows of a step.
         timed: if True, gradient norms at the optimizer are read only in the first half of the steps, because reading them takes
-            time.
+            time, and the final state is not written, because that takes longer than the steps of a large model.
+        fused: whether AdamW updates all parameters in one fused kernel. Otherwise it uses torch's `foreach` implementation.
     """
 
     folder: str
@@ -54,6 +55,7 @@ class Work:
     clip_norm: float = 1.0
     micro_batches: int = 1
     timed: bool = False
+    fused: bool = False
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -137,9 +139,9 @@ class Work:
 
         Args:
             model: model whose parameters are updated.
-            how: further arguments of AdamW. By default, the implementation is `foreach`, which every framework supports.
+            how: further arguments of AdamW. They override `fused`.
         """
-        options = {"foreach": True, **how}
+        options = {"fused": self.fused, "foreach": not self.fused, **how}
         groups = self.parameter_groups(model)
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, **options)
 

@@ -318,6 +318,7 @@ def _work_of(plan: Plan, folder: Path) -> Work:
         clip_norm=options["clip_norm"],
         micro_batches=plan.parallelism.gradient_accumulation_steps,
         timed=True,
+        fused=True,
     )
 
 

@@ -189,6 +189,7 @@ class DeviceSummary:
         power_w: mean power.
         energy_j: energy from the counter of the device, else the integral of the power.
         throttle: all reasons, joined by '+', or 'none'.
+        memory_growth_gib: by how much the memory still grew at the end, see `growth_at_the_end`.
         unreadable: for each quantity that was not read, the reason.
     """
 
@@ -201,6 +202,7 @@ class DeviceSummary:
     power_w: float | None
     energy_j: float | None
     throttle: str | None
+    memory_growth_gib: float | None
     unreadable: dict[str, str]
 
 
@@ -222,6 +224,7 @@ def summarize(device: Device, readings: Sequence[Reading], interval_s: float) ->
         statistics.mean(powers) if powers else None,
         energy_of(readings),
         ("+".join(sorted(states - {"none"})) or "none") if states else None,
+        growth_at_the_end([one / GIB for one in memory]),
         telemetry[-1].unreadable if readings else {},
     )
 
@@ -231,6 +234,21 @@ def rate_error(times_s: Sequence[float], interval_s: float) -> float | None:
     if len(times_s) < 2:
         return None
     return (times_s[-1] - times_s[0]) / (len(times_s) - 1) / interval_s - 1
+
+
+def growth_at_the_end(memory_gib: Sequence[float]) -> float | None:
+    """Return by how much the memory steadily grew after the first third of the readings, in GiB, or 0 if it did not.
+
+    The memory of a program that repeats the same work grows in the first third and is level afterwards. The other two thirds are
+    divided into quarters. The growth is steady if the median of each quarter exceeds that of the quarter before it by at least a
+    tenth of the whole growth. A step, as for an evaluation, is no steady growth. Return None with fewer than 30 readings.
+    """
+    if len(memory_gib) < 30:
+        return None
+    rest = memory_gib[len(memory_gib) // 3 :]
+    medians = [statistics.median(rest[n * len(rest) // 4 : (n + 1) * len(rest) // 4]) for n in range(4)]
+    growth = medians[-1] - medians[0]
+    return max(growth, 0.0) if all(after - before >= 0.1 * growth for before, after in itertools.pairwise(medians)) else 0.0
 
 
 def energy_of(readings: Sequence[Reading]) -> float | None:

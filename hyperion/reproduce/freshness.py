@@ -113,7 +113,7 @@ class Freshness:
         else the expected duration on an idle machine from the metadata of the notebook.
         """
         known = self.known_s(notebook)
-        return notebook.budget_s(self._machine.profile) if known is None else known
+        return notebook.budget_s(self._machine.profile, len(self._machine.masks)) if known is None else known
 
     def known_s(self, notebook: Notebook) -> float | None:
         """Return the seconds of the latest complete execution of a notebook on this machine, or None if there is none."""

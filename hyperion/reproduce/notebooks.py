@@ -33,6 +33,7 @@ class Notebook:
         optional: stems of notebooks whose rows are used if they exist.
         produces: names of the experiments whose rows the notebook must write to the run.
         time_budget_s: expected duration in seconds, by profile.
+        several_devices_s: the same on a machine with several devices, for profiles in which it is clearly longer.
         cells: (cell type, source) of all cells in order.
         devices: "one" if the notebook uses a single device, so that other notebooks can use the other devices at the same time,
             else "all".
@@ -45,6 +46,7 @@ class Notebook:
     time_budget_s: dict[str, float] = field(hash=False)
     cells: tuple[tuple[str, str], ...] = field(repr=False)
     devices: str = "all"
+    several_devices_s: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def stem(self) -> str:
@@ -61,9 +63,10 @@ class Notebook:
         """Sources of the non-empty code cells."""
         return [source for kind, source in self.cells if kind == "code" and source.strip()]
 
-    def budget_s(self, profile: str) -> float:
-        """Return the expected seconds in a profile."""
-        return float(self.time_budget_s.get(profile, DEFAULT_SECONDS))
+    def budget_s(self, profile: str, devices: int = 1) -> float:
+        """Return the expected seconds in a profile on a machine with this number of devices."""
+        usual = self.time_budget_s.get(profile, DEFAULT_SECONDS)
+        return float(self.several_devices_s.get(profile, usual) if devices > 1 else usual)
 
 
 def read_book(root: Path) -> list[Notebook]:
@@ -121,7 +124,8 @@ def read_notebook(path: Path) -> Notebook:
             needs=tuple(metadata["needs"]),
             optional=tuple(metadata.get("optional", ())),
             produces=tuple(metadata["produces"]),
-            time_budget_s={profile: float(seconds) for profile, seconds in metadata["time_budget_s"].items()},
+            time_budget_s=_seconds(metadata["time_budget_s"]),
+            several_devices_s=_seconds(metadata.get("several_devices_s", {})),
             cells=cells,
             devices=metadata.get("devices", "all"),
         )
@@ -130,6 +134,10 @@ def read_notebook(path: Path) -> Notebook:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BookError(f"metadata.hyperion is incomplete: {error!r}", where=path, next_step=_REMEDY) from error
     return notebook
+
+
+def _seconds(by_profile: dict[str, float]) -> dict[str, float]:
+    return {profile: float(seconds) for profile, seconds in by_profile.items()}
 
 
 def select(book: list[Notebook], only: str | None) -> list[Notebook]:

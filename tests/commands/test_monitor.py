@@ -104,3 +104,17 @@ def test_the_power_is_that_of_the_time_of_the_experiment(run, monkeypatch):
     record(run, "before", [rate("before", 10.0)], at(monitor.time.time() - 1))
     done = CliRunner().invoke(app, ["monitor", "--run", str(run.folder), "--", "train"])
     assert done.exit_code == 0 and "training v bf16: 10 J per token" in done.output and "before" not in done.output, done.output
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_command_runs(option, tmp_path):
+    ran = tmp_path / "ran"
+    result = CliRunner().invoke(app, ["monitor", option, str(tmp_path / "absent/file"), "--", "touch", str(ran)])
+    assert isinstance(result.exception, FileNotFoundError) and not ran.exists()
+
+
+def test_a_run_without_rates_takes_neither_the_summary_nor_the_readings(tmp_path):
+    readings = tmp_path / "readings.csv"
+    result = CliRunner().invoke(app, ["monitor", "--run", str(tmp_path / "none"), "--csv", str(readings), "--", "true"])
+    assert isinstance(result.exception, HyperionError)
+    assert "the monitor used" in result.output and readings.read_text().startswith("time_s,")

@@ -154,3 +154,10 @@ def test_an_optional_package_is_absent_a_required_one_fails_and_a_broken_one_is_
     broken = probes.probe_import("brokenpackage", ("brokenpackage",), required=False)
     assert (broken.status, broken.version) == ("fail", "0.1") and "OSError: libcudart" in broken.evidence
     assert "brokenpackage" not in sys.modules and package_version("nope") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here")
+def test_the_gpus_of_this_machine_copy_to_each_other_without_errors():
+    result = probes.probe_peers(torch.cuda.device_count())
+    assert result.status == "ok" and "all bytes equal" in result.evidence

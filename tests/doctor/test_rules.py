@@ -3,19 +3,22 @@
 import socket
 import sys
 import tempfile
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hyperion.commands.monitor import summary_lines
 from hyperion.doctor.batches import largest_fitting, load_step
 from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import apply_rules, rules
-from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state
+from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state, startup_settings
 from hyperion.engines.environments import environment_folder
 from hyperion.errors import HyperionError
-from hyperion.hardware import detect
+from hyperion.hardware import Device, Telemetry, detect
+from hyperion.hardware.monitoring import Reading, summarize
 from hyperion.install.machine import AMD, KernelFacts
 from hyperion.install.plan import Build
 from tests.hardware.machines import facts, gpu
@@ -59,6 +62,9 @@ HEALTHY = State(
     kernel_command="quiet iommu=pt",
     user_site=False,
     library_shadows=(),
+    startup=(),
+    absent_folders=(),
+    onnx_builds=("onnxruntime-migraphx",),
     damaged_data=(),
     log="all is well",
 )
@@ -95,6 +101,16 @@ CASES = {
         variables(ROCR_VISIBLE_DEVICES="2", HIP_VISIBLE_DEVICES="0"),
         "both masks",
     ),
+    "partly_masked": (
+        variables(HIP_VISIBLE_DEVICES="1") | {"device_archs": ("gfx90a",)},
+        variables(HIP_VISIBLE_DEVICES="1", SLURM_JOB_ID="4711") | {"device_archs": ("gfx90a",)},
+        "torch sees 1 of 2 GPUs",
+    ),
+    "integrated_gpu": (
+        {"device_archs": ("gfx90a", "gfx1151"), "archs": ("gfx90a", "gfx1151")},
+        {"device_archs": ("gfx1151",), "archs": ("gfx90a", "gfx1151")},
+        "GPU 1 (gfx1151)",
+    ),
     "unsupported_gpu": (kernel(amd_archs=("gfx803",)), kernel(amd_archs=("gfx1100",)), "gfx803"),
     "missing_architecture": (H200 | {"device_archs": ("sm_120",)}, H200 | {"device_archs": ("sm_86", "sm_90")}, "not for sm_120"),
     "wrong_build": ({"build": Build("2.13.0+cpu")}, H200, "cpu build"),
@@ -126,6 +142,17 @@ CASES = {
         variables(HSA_TOOLS_LIB="librocprofiler64.so.1"),
         "HSA_TOOLS_LIB=1",
     ),
+    "lost_settings": (
+        {"startup": (("~/.bashrc", "HSA_XNACK", "1"),)},
+        {"startup": (("~/.bashrc", "HSA_XNACK", "1"),)} | variables(HSA_XNACK="1"),
+        "~/.bashrc sets HSA_XNACK=1, and here it is not set",
+    ),
+    "absent_folders": ({"absent_folders": ("ROCM_PATH=/opt/rocm",)}, {"absent_folders": ()}, "ROCM_PATH=/opt/rocm"),
+    "onnx_runtime_builds": (
+        {"onnx_builds": ("onnxruntime", "onnxruntime-gpu")},
+        CPU | {"onnx_builds": ("onnxruntime",)},
+        "onnxruntime, onnxruntime-gpu",
+    ),
     "memory_used_by_others": (device(free_gib=100.0), device(free_gib=116.0), "GPU 1: 28.0 GiB"),
     "throttled": (device(throttle="hw_thermal"), device(throttle="none"), "GPU 1: hw_thermal"),
     "hot": (device(temperature_c=97.0), device(temperature_c=89.0), "97 °C"),
@@ -151,6 +178,7 @@ CASES = {
         "NCCL_SOCKET_IFNAME==eth, but",
     ),
     "port_in_use": (variables(MASTER_PORT="29500") | {"port_used": True}, variables(MASTER_PORT="29500"), "29500"),
+    "invalid_port": (variables(MASTER_PORT="99999"), variables(MASTER_PORT="65535"), "MASTER_PORT=99999"),
     "own_name": (
         variables(WORLD_SIZE="16", LOCAL_WORLD_SIZE="8") | {"own_address": "127.0.1.1"},
         variables(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8") | {"own_address": "127.0.1.1"},
@@ -223,6 +251,18 @@ def test_the_rule_about_logs_finds_its_line_and_not_a_similar_one(rule):
     assert findings(log=negative).keys() == without and BY_ID[rule].apply(replace(HEALTHY, log=negative)).result == "ok"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOGS)
+def test_a_long_line_that_almost_has_the_pattern_is_searched_in_little_time(rule):
+    # A pattern that tries every end again for every beginning would take minutes for the 4 MiB of a log that are read.
+    parts = [example[: len(example) * share // 4] for examples in LOGS.values() for example in examples for share in (1, 2, 3)]
+    for part in {"a", "1", "' ", *(part.strip().replace("\n", " ") for part in parts)} - {""}:
+        log = (part + "x") * ((1 << 17) // (len(part) + 1))
+        started_s = time.process_time()
+        BY_ID[rule].detect(State(log=log))
+        assert time.process_time() - started_s < 2, part
+
+
 @pytest.mark.parametrize(
     "error", ["No CUDA GPUs are available", "Found no NVIDIA driver on your system.", "CUDA unknown error - this may be due to"]
 )
@@ -292,6 +332,13 @@ def test_the_facts_of_this_machine_can_be_read(tmp_path, monkeypatch):
     assert results["log_not_a_number"] == "warn" and results["port_in_use"] == "fail"
 
 
+@pytest.mark.parametrize("port", ["99999", "-1", "0", "²", "port", "1" * 400])
+def test_what_is_no_port_is_unknown_and_has_a_rule(port):
+    state = read_state(variables={"MASTER_PORT": port})
+    assert state.port_used is None and BY_ID["invalid_port"].apply(state).result == "fail"
+    assert BY_ID["port_in_use"].apply(state).result == "skip"
+
+
 def test_system_files_are_read_below_the_root(tmp_path):
     (tmp_path / "proc/sys/kernel").mkdir(parents=True)
     (tmp_path / "proc/sys/kernel/numa_balancing").write_text("1\n")
@@ -307,6 +354,38 @@ def test_system_files_are_read_below_the_root(tmp_path):
         True,
     )
     assert read_state(tmp_path / "absent").memory_limit_gib == INF
+
+
+def test_settings_of_start_up_files_and_absent_folders_are_read(tmp_path):
+    (tmp_path / "etc/profile.d").mkdir(parents=True)
+    (tmp_path / "etc/profile.d/rocm.sh").write_text("export HSA_ENABLE_SDMA=0\nexport NCCL_DEBUG=WARN\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/.bashrc").write_text(
+        "NCCL_DEBUG=INFO\nexport EDITOR=vi HIP_VISIBLE_DEVICES=$OTHER\necho \xff'unclosed\n", "latin-1"
+    )
+    (tmp_path / "home/.zshrc").write_text("export NCCL_DEBUG=TRACE\n")
+    bashrc, profile = str(tmp_path / "home/.bashrc"), str(tmp_path / "etc/profile.d/rocm.sh")
+    expected = {(profile, "HSA_ENABLE_SDMA", "0"), (bashrc, "NCCL_DEBUG", "INFO")}
+    for shell in ("/bin/bash", "", "/bin/unknown"):
+        assert set(startup_settings(tmp_path, tmp_path / "home", shell)) == expected
+    assert ("NCCL_DEBUG", "TRACE") in [pair[1:] for pair in startup_settings(tmp_path, tmp_path / "home", "/usr/bin/zsh")]
+    state = read_state(variables={"CUDA_HOME": str(tmp_path / "cuda"), "PYTHONPATH": f"{tmp_path}:{tmp_path}/no:"})
+    assert state.absent_folders == (f"CUDA_HOME={tmp_path}/cuda", f"PYTHONPATH={tmp_path}/no")
+
+
+def test_the_output_of_the_monitor_is_a_log_that_rules_understand():
+    cpu = Device("cpu", 0, "CPU", "x86_64", 1 << 34, 2, None, "cpu")
+
+    def output(memory_gib: list[float], utilization: float) -> str:
+        readings = [
+            Reading(float(n), Telemetry(), utilization_percent=utilization, memory_bytes=gib * (1 << 30))
+            for n, gib in enumerate(memory_gib)
+        ]
+        return "\n".join(summary_lines([summarize(cpu, readings, 1.0)], 0.0))
+
+    level, leak = [min(n, 9) for n in range(60)], [n / 100 for n in range(60)]
+    assert findings(log=output(leak, 12.0)).keys() == {"log_memory_growth", "log_low_utilization"}
+    assert findings(log=output(level, 97.5)).keys() == findings(log=output(leak[:29], 50.0)).keys() == set()
 
 
 def test_the_link_of_a_device_is_its_number_of_lanes(tmp_path):

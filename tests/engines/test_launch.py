@@ -1,6 +1,8 @@
 """Launching frameworks: the others continue after one was killed, and what is unavailable is no failure."""
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 from hyperion.commands.frameworks import app
 from hyperion.engines import STACKS, Record, Stack, stack_named
-from hyperion.engines.launch import Outcome, Unavailable, exit_code, failure_of, launch, launch_all
+from hyperion.engines.launch import Outcome, Unavailable, exit_code, failure_of, launch, launch_all, launch_in_turn, wait_for_turn
 from hyperion.errors import HyperionError
 
 
@@ -67,6 +69,71 @@ def test_the_others_are_launched_after_a_failure(monkeypatch):
     outcomes = list(launch_all(map(stack_named, ("HF Trainer", "accelerate")), launch_one))
     assert [outcome.failed for outcome in outcomes] == [True, False]
     assert outcomes[0].reason == "failed: was killed by SIGKILL: last line of the log"
+
+
+def test_frameworks_train_at_the_same_time_only_if_asked(monkeypatch):
+    meeting = threading.Barrier(2, timeout=20)
+
+    def launch_one(stack: Stack):
+        meeting.wait()
+        return stack.name
+
+    outcomes = list(launch_all(map(stack_named, ("HF Trainer", "accelerate")), launch_one, at_once=2))
+    assert [outcome.record for outcome in outcomes] == ["HF Trainer", "accelerate"]
+
+
+def test_all_frameworks_start_before_the_first_one_trains_and_train_in_order(tmp_path):
+    events = []
+
+    def launch_one(stack: Stack, turn: Path, before: int):
+        if stack.name == "HF Trainer":
+            raise HyperionError("was killed by SIGKILL")
+        time.sleep(0.3 if stack.name == "accelerate" else 0)  # the last framework imports longest
+        events.append(("imported", stack.name))
+        wait_for_turn(turn)
+        events.append(("trains", stack.name))
+        time.sleep(0.1)
+        events.append(("ended", stack.name, before))
+        return stack.name
+
+    names = ("plain loop", "HF Trainer", "hyperion", "accelerate")
+    outcomes = list(launch_in_turn([stack_named(name) for name in names], launch_one, tmp_path))
+    assert [(outcome.stack, outcome.failed) for outcome in outcomes] == [(name, name == "HF Trainer") for name in names]
+    assert "SIGKILL" in outcomes[1].log
+    assert sorted(events[:3]) == [("imported", name) for name in ("accelerate", "hyperion", "plain loop")]
+    trained = [("plain loop", 0), ("hyperion", 2), ("accelerate", 3)]
+    assert events[3:] == [event for name, n in trained for event in (("trains", name), ("ended", name, n))]
+
+
+def test_after_an_error_the_frameworks_that_wait_end(tmp_path):
+    ended = []
+
+    def launch_one(stack: Stack, turn: Path, before: int):
+        try:
+            wait_for_turn(turn)
+        except HyperionError as error:
+            ended.append(stack.name)
+            raise error
+        return stack.name
+
+    outcomes = launch_in_turn([stack_named(name) for name in ("plain loop", "hyperion", "accelerate")], launch_one, tmp_path)
+    assert next(outcomes).stack == "plain loop"
+    outcomes.close()  # as after an interrupt
+    assert sorted(ended) == ["accelerate", "hyperion"]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_ranks_of_a_framework_wait_for_their_turn(tiny_work, tmp_path):
+    stacks = [stack_named(name) for name in ("hyperion ddp", "plain loop")]
+
+    def launch_one(stack: Stack, turn: Path, before: int) -> Record:
+        return launch(stack, tiny_work, tmp_path / stack.name.replace(" ", "-"), timeout_s=200, turn=turn)
+
+    outcomes = list(launch_in_turn(stacks, launch_one, tmp_path / "turns"))
+    assert [outcome.record and outcome.record.ranks for outcome in outcomes] == [2, 1], [one.log for one in outcomes]
+    ready = sorted(path.name for path in (tmp_path / "turns").glob("turn-*/ready-*"))
+    assert ready == ["ready-0-of-1", "ready-0-of-2", "ready-1-of-2"]
 
 
 def test_a_run_without_the_packages_of_its_framework_is_refused(tiny_work, tmp_path, monkeypatch):

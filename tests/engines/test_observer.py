@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 from hyperion.engines import observer as observers
-from hyperion.engines.observer import Observer, versions_of
+from hyperion.engines.observer import Observer, sha256_of_state, versions_of
 from hyperion.engines.record import Record
 from hyperion.engines.work import Work
 from hyperion.hardware import Telemetry
@@ -34,6 +34,43 @@ def test_the_start_of_the_sampler_is_in_no_timed_step(monkeypatch, tmp_path):
     assert record.step_times_s[1] > 0.3 and max(record.step_times_s[2:]) < 0.2
     assert calls[0] == 1 and record.energy_steps == 2
     assert record.energy_j == 10.0 * sum(record.step_times_s[2:])
+
+
+def test_a_timed_run_writes_no_final_state(monkeypatch, tmp_path):
+    monkeypatch.setattr(Observer, "_row_numbers", lambda self, parts: [])
+    for timed in (False, True):
+        folder = tmp_path / str(timed)
+        observer = Observer(Work(str(tmp_path), 2, 1, 1, timed=timed), "stack", (), folder)
+        state = {"weight": torch.zeros(1)}
+        observer.start(observer, None, state)
+        observer.step(1.0, 1.0, 1)
+        record = Record.of(observer.finish(state))
+        assert bool(record.final_file) == (folder / "final.safetensors").exists() == (not timed)
+
+
+def test_the_norm_of_a_large_gradient_needs_no_large_copy(monkeypatch):
+    sizes, norm = [], torch.linalg.vector_norm
+
+    def counted(tensor, **options):
+        sizes.append(tensor.numel())
+        return norm(tensor, **options)
+
+    gradient = torch.full((5, 1 << 23), 0.5)
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    assert observers._sum_of_squares(gradient) == 0.25 * gradient.numel()
+    assert max(sizes) <= 1 << 24 and sum(sizes) == gradient.numel()
+
+
+def test_the_hash_of_a_state_depends_on_names_and_values_but_not_on_their_order():
+    state = {"b": torch.arange(4.0), "a": torch.zeros(3)}
+    same = {"a": torch.zeros(3), "b": torch.arange(4.0, dtype=torch.float64)}
+    assert sha256_of_state(state) == sha256_of_state(same)
+    others = (
+        {"b": torch.zeros(3), "a": torch.arange(4.0)},
+        {"b": torch.arange(4.0), "a": -torch.zeros(3)},
+        {"b": torch.arange(4.0)},
+    )
+    assert len({sha256_of_state(other) for other in (state, *others)}) == 4
 
 
 def test_rank_0_reports_steps_at_most_once_a_second(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hyperion.cli import app
-from hyperion.commands.monitor import csv_text, plot_png, run_watched, summary_lines
+from hyperion.commands.monitor import csv_text, energy_line, plot_png, run_watched, summary_lines
 from hyperion.errors import HyperionError
 from hyperion.hardware.monitoring import (
     COLUMNS,
@@ -23,6 +25,7 @@ from hyperion.hardware.monitoring import (
     Reading,
     csv_rows,
     energy_of,
+    growth_at_the_end,
     mean_power,
     monitor_reader,
     next_due,
@@ -189,9 +192,11 @@ def test_the_summary_has_means_maxima_reasons_and_the_error_of_the_rate():
     assert (summary.utilization_percent, summary.memory_gib, summary.temperature_c) == (50.0, 5.0, 80.0)
     assert (summary.power_w, summary.energy_j, summary.throttle) == (200.0, 400.0, "hw_thermal+sw_power_cap")
     assert summary.rate_error == pytest.approx(0.25)
-    lines = summary_lines([summary], 0.004, tokens=800, energies={"training bf16": 4.0, "short bf16": None})
-    assert "energy per token: 0.5 J" in lines and "training bf16: 4 J per token, at the mean power of the experiment" in lines
-    assert "short bf16: no energy per token: no device has two readings of its power in this time" in lines
+    lines = summary_lines([summary], 0.004, tokens=800)
+    assert "energy per token: 0.5 J" in lines
+    assert energy_line("training bf16", 4.0) == "training bf16: 4 J per token, at the mean power of the experiment"
+    reason = "no energy per token: no device has two readings of its power in this time"
+    assert energy_line("short bf16", None) == f"short bf16: {reason}"
     assert "throttled: hw_thermal" in lines[0] and "+25.0%" in lines[0] and "0.40% of one core" in lines[-1]
 
 
@@ -202,6 +207,22 @@ def test_without_power_there_is_no_energy_per_token_and_the_reason_is_shown():
     assert "  power_w: no right" in lines and "no energy per token: no device reports its power" in lines
     empty = summarize(device, [], 1.0)
     assert empty.samples == 0 and empty.rate_error is None and "nothing can be read" in summary_lines([empty], 0.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "growth"),
+    [
+        ([n / 1000 for n in range(3000)], pytest.approx(1.5, rel=0.01)),
+        ([n // 100 / 10 + (n % 2) / 50 for n in range(3000)], pytest.approx(1.5, rel=0.1)),
+        ([min(n, 900) / 1000 + (n % 7) / 100 for n in range(3000)], pytest.approx(0, abs=0.02)),
+        ([1.0] * 2000 + [3.0] * 1000, 0.0),
+        ([3.0 - n / 1000 for n in range(3000)], 0.0),
+        ([n / 1000 for n in range(29)], None),
+    ],
+    ids=["a leak", "a leak in steps, with noise", "level, with noise", "one step", "falling", "too short"],
+)
+def test_memory_that_grows_until_the_end_is_told_from_a_step(memory_gib, growth):
+    assert growth_at_the_end(memory_gib) == growth
 
 
 @pytest.mark.parametrize(("reading_s", "interval_s"), [(0.0, 0.1), (0.06, 0.1), (0.13, 0.2)])
@@ -277,3 +298,29 @@ def test_sigterm_ends_the_watched_program_and_the_readings_are_shown(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert "of one core" in process.communicate(timeout=60)[0] and process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.gpu
+@pytest.mark.process
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_program_that_uses_the_gpus_of_this_machine_is_watched(tmp_path):
+    # Products for 5 s on GPU 0, which hold more than 1 GiB.
+    code = """
+import time, torch
+a = torch.randn(16384, 16384, device="cuda:0")
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    (a @ a).sum().item()
+"""
+    options = ["--interval", "0.2s", "--csv", str(tmp_path / "m.csv"), "--tokens", "1000"]
+    done = CliRunner().invoke(app, ["monitor", *options, "--", sys.executable, "-c", code])
+    assert done.exit_code == 0, done.output
+    table = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
+    assert len({row["device"] for row in table}) >= torch.cuda.device_count()
+    first = [row for row in table if row["device"].startswith("0: ")]
+    busy = [row for row in first if float(row["utilization_percent"]) > 50]
+    assert len(busy) >= 10 and all(float(row["power_w"]) > 0 and float(row["clock_mhz"]) > 0 for row in busy)
+    assert max(float(row["memory_gib"]) for row in first) > 1
+    times_s = [float(row["time_s"]) for row in first]
+    assert abs(rate_error(times_s, 0.2) or 0) < 0.05 and "energy per token: " in done.output
+    assert float(re.search(r"the monitor used ([\d.]+)% of one core", done.output)[1]) < 10

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hyperion.install import __main__ as command
 from hyperion.install import environment
-from hyperion.install.advice import advise, support_of, training_images
-from hyperion.install.machine import AMD, KernelFacts
+from hyperion.install.advice import advise, least_nvidia_driver, support_of, training_images
+from hyperion.install.machine import AMD, KernelFacts, collect_facts
 from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, TORCH, Choice
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,3 +148,14 @@ def test_a_dry_run_of_run_is_refused(capsys):
     with pytest.raises(SystemExit):
         command.parse(["--dry-run", "run", "pytest"])
     assert "--dry-run needs setup" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.cuda is None, reason="no NVIDIA GPU here")
+def test_the_table_of_drivers_agrees_with_a_build_that_runs_on_the_gpu_of_this_machine():
+    facts = collect_facts()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    driver, least = int((facts.nvidia_driver or "0").split(".")[0]), least_nvidia_driver(torch.version.cuda)
+    assert least is not None and driver >= least
+    wheel = advise(facts)[0]
+    assert f"driver {facts.nvidia_driver} runs CUDA" in wheel.why and wheel.verdict != "impossible"

@@ -89,7 +89,7 @@ def test_time_and_outputs_do_not(tmp_path):
     notebook = tmp_path / "01_x.ipynb"
     notebook.write_text(notebook.read_text().replace('"outputs": []', '"outputs": [{"output_type": "stream", "text": "x"}]'))
     assert same == hashed_inputs(read_notebook(notebook), {}, {})
-    assert same == digest(tmp_path, time_budget_s={"smoke": 99})
+    assert same == digest(tmp_path, time_budget_s={"smoke": 99}, several_devices_s={"full": 9})
 
 
 def test_a_change_in_a_library_file_counts_only_where_it_is_reached(tmp_path, monkeypatch):

@@ -24,6 +24,12 @@ def test_metadata_and_code_are_read(tmp_path):
     assert len(notebook.code) == 2  # the parameters and one cell; a blank one is not executed
 
 
+def test_a_chapter_may_take_longer_on_several_devices(tmp_path):
+    path = write_notebook(tmp_path, "01_z", ["1"], time_budget_s={"smoke": 5, "full": 8}, several_devices_s={"full": 40})
+    notebook = read_notebook(path)
+    assert notebook.budget_s("full") == 8 and notebook.budget_s("full", 2) == 40 and notebook.budget_s("smoke", 2) == 5
+
+
 @pytest.mark.parametrize("only", ["03_third", "phase1_hardware/03_third.ipynb", "1.3"])
 def test_one_chapter_comes_with_all_it_needs(tmp_path, only):
     assert stems(select(read_book(make_book(tmp_path)), only)) == ["01_first", "02_second", "03_third"]

@@ -37,7 +37,7 @@ from hyperion.experiments.compilation.compilation_models import (
     reference_output,
 )
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
-from hyperion.measure.products.dispatch import Census, count_operations
+from hyperion.measure.products.dispatch import Census, count_operations, shapes_only
 from hyperion.measure.steps.compilation import (
     EAGER,
     MODES,
@@ -94,7 +94,11 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
     basis = NO_CEILINGS  # the same for all models
     if gemm is not None and gemm.value and stream is not None and stream.value:
         model = make_model(spec, "meta", context.seed)
-        census = count_operations(lambda: model.module(*model.inputs))
+        weight_bytes = model.weight_bytes
+        # On meta, PyTorch would split attention into its operators, which no device does.
+        with shapes_only(model.module):
+            inputs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in model.inputs]
+            census = count_operations(lambda: model.module(*inputs))
         # A compiled model launches a library kernel for each product, and about one fused kernel between two products.
         launched = {EAGER: (census.operations, 0)} | {mode: (census.products, census.products) for mode in modes if mode != EAGER}
         product_s = _overhead_s(own_product_curve(context.upstream, context.device, dtype))
@@ -102,7 +106,7 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
         operator_s, source = inference_operator_time(context)
         arithmetic = census.total_flops / (gemm.value * 1e12) + census.products * product_s
         for mode in modes:
-            moved = census.other_bytes if mode == EAGER else _fused_bytes(census, model.weight_bytes)
+            moved = census.other_bytes if mode == EAGER else _fused_bytes(census, weight_bytes)
             others = (census.operations - census.products) if mode == EAGER else census.products
             device_s = arithmetic + moved / (stream.value * 1e9) + others * kernel_s
             library, fused = launched[mode]

@@ -14,6 +14,7 @@ import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import checked
+from hyperion.chapter.variants import processes_at_once
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_all
 from hyperion.errors import HyperionError
@@ -33,12 +34,14 @@ from hyperion.results import Row
 
 PLAIN, TWO_PARTS = "plain loop", "two micro-batches"
 WORK, BITS = "differences in the work", "tensors with other bits than two micro-batches of the plain loop"
-# For each twin: further arguments of its adapter, number of micro-batches, and seed of the changed rounding of matrix products
-# (None: unchanged).
-_TWINS: dict[str, tuple[dict[str, Any], int, int | None]] = {
+# For each twin: further arguments of its adapter, number of micro-batches, and what changes the rounding: the seed of another
+# rounding of matrix products, or `_ATTENTION` (attention without a fused kernel, as in megatron-core). None: unchanged.
+_ATTENTION = "attention"
+_TWINS: dict[str, tuple[dict[str, Any], int, int | str | None]] = {
     TWO_PARTS: ({}, 2, None),
     "fused AdamW": ({"fused": True, "foreach": False}, 1, None),
     "AdamW, one tensor after the other": ({"foreach": False}, 1, None),
+    "attention without a fused kernel": ({}, 1, _ATTENTION),
     "products rounded in another way": ({}, 1, 1),
     "products rounded in a third way": ({}, 1, 2),
 }
@@ -68,7 +71,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train the plain loop and its twins in one process, then each framework in separate processes."""
+    """Train the plain loop and its twins in one process, then each framework in separate processes.
+
+    On an accelerator, several frameworks train at the same time, because most of the time of a launch is the start of Python.
+    """
     options = FrameworkParityOptions.of(context)
     work, source = prepare_work(context, options)
     report(0, len(options.stacks) + 1, "plain loop and its twins")
@@ -85,13 +91,17 @@ def run(context: Context, report: Report) -> Result:
         return launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s)
 
     rows, records = _twin_rows(context, options, twins, reference, source), {"plain loop": reference, **twins}
-    for done, outcome in enumerate(launch_all(map(stack_named, options.stacks), launch_one), 1):
+    at_once = 1 if context.device.kind == "cpu" else processes_at_once()
+    for done, outcome in enumerate(launch_all(map(stack_named, options.stacks), launch_one, at_once), 1):
         report(done, len(options.stacks) + 1, outcome.stack)
         rows += _stack_rows(context, options, work, outcome, reference, twins[TWO_PARTS], shifted, bounds, source)
         if outcome.record is not None:
             records[outcome.stack] = outcome.record
+        elif outcome.log:
+            print(f"{outcome.stack} failed: {outcome.log}")
     report(len(options.stacks) + 1, len(options.stacks) + 1, "done")
-    return Result(rows, step_frame(records), source)
+    # Without times, because frameworks may train at the same time.
+    return Result(rows, step_frame(records).drop(columns="time_s"), source)
 
 
 EXPERIMENT = Experiment(forecast, run, options=FrameworkParityOptions, data=DATA)
@@ -102,6 +112,8 @@ def train_twins(work: dict, folder: str) -> dict:
 
     Return their records, and the mean loss of the first step for each distance between inputs and targets (label shift).
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     from hyperion.engines import plain
     from hyperion.engines.observer import Observer
     from hyperion.workloads.twins import OtherRounding
@@ -109,10 +121,15 @@ def train_twins(work: dict, folder: str) -> dict:
     base = Work.of(work)
     records = {}
     with process_group():
-        for name, (how, parts, seed) in {PLAIN: ({}, 1, None), **_TWINS}.items():
+        for name, (how, parts, rounding) in {PLAIN: ({}, 1, None), **_TWINS}.items():
             what = replace(base, micro_batches=parts)
             observer = Observer(what, name, ("transformers",), Path(folder) / name.replace(" ", "-"))
-            with contextlib.nullcontext() if seed is None else OtherRounding(base.dtype, seed):
+            changed: Any = contextlib.nullcontext()
+            if rounding == _ATTENTION:
+                changed = sdpa_kernel(SDPBackend.MATH)
+            elif rounding is not None:
+                changed = OtherRounding(base.dtype, int(rounding))
+            with changed:
                 records[name] = plain.train(what, observer, **how)
         return {"records": records, "first": plain.first_losses(base, observer.device)}
 

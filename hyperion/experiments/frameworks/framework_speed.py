@@ -7,14 +7,17 @@ times. The confidence interval is computed over launches.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
-from hyperion.engines.launch import Outcome, launch, launch_all
+from hyperion.engines.launch import Outcome, launch, launch_in_turn
+from hyperion.engines.work import WEIGHTS
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
 from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
 from hyperion.hardware import gemm_path, peak
@@ -24,7 +27,8 @@ from hyperion.results.statistics import launches_estimate, median_estimate, rati
 from hyperion.workloads.training_rows import flops_floor
 
 RATIO, FASTER = "speed relative to the plain loop", "frameworks that are significantly faster"
-TWIN = "plain loop, two micro-batches"
+# Twins of the plain loop: runs that differ from it only in rounding.
+TWIN, OTHER_TWIN = "plain loop, two micro-batches", "plain loop, AdamW without fusion"
 _NO_LEAST = "no limit: the least memory that a step needs is not derived"
 
 
@@ -57,27 +61,36 @@ def run(context: Context, report: Report) -> Result:
     """Launch the frameworks in turn. Return time, rate, memory and energy of those whose work is equal in every launch."""
     options = FrameworkSpeedOptions.of(context)
     prepared, source = prepare_work(context, options)
-    work = replace(prepared, timed=True)
+    work = replace(prepared, timed=True, fused=True)  # the fastest AdamW of torch, also for the frameworks
     passed, outcomes = _excluded(context, options)
-    records: dict[str, list[Record]] = {name: [] for name in passed}
-    total = options.launches * len(passed) + 1
-    report(0, total, TWIN)
-    parts = _launch(context, options, replace(work, micro_batches=2), stack_named(PLAIN), "twin")
-    fused = _launch(context, options, work, stack_named(PLAIN), "twin", {"fused": True, "foreach": False})
+    works = dict.fromkeys(passed, work) | {TWIN: replace(work, micro_batches=2), OTHER_TWIN: replace(work, fused=False)}
+    twins = [replace(stack_named(PLAIN), name=name) for name in (TWIN, OTHER_TWIN)]
+    records: dict[str, list[Record]] = {name: [] for name in works}
+    total = options.launches * len(passed) + len(twins)
+    report(0, total, "start of the frameworks")
     for number in range(options.launches):
         # Each round starts with another framework, so that a drift of the machine does not favour any of them.
         order = passed[number % len(passed) :] + passed[: number % len(passed)]
         remaining = [stack_named(name) for name in order if name not in outcomes]
-        for outcome in launch_all(remaining, lambda stack, n=number: _launch(context, options, work, stack, f"{n}")):
+
+        def launch_one(stack: Stack, turn: Path, before: int, label: str = f"{number}") -> Record:
+            return _launch(context, options, works[stack.name], stack, label, turn, before)
+
+        launched = [*twins, *remaining] if number == 0 else remaining
+        for outcome in launch_in_turn(launched, launch_one, context.workspace / "turns"):
             report(sum(map(len, records.values())) + 1, total, f"launch {number + 1}: {outcome.stack}")
             if outcome.record is None:
                 outcomes[outcome.stack] = outcome
+                print(f"{outcome.stack} failed: {outcome.log}")
             else:
                 records[outcome.stack].append(outcome.record)
-    if not (plain := records.get(PLAIN)):
-        reason = outcomes[PLAIN].reason if PLAIN in outcomes else "failed: the plain loop was not launched"
-        return Result([context.absent_row(PLAIN, "step_time_s", reason, dtype=options.dtype)], step_frame({TWIN: parts}), source)
-    tolerance = loss_tolerance([parts, fused], plain[0])
+    (Path(work.folder) / WEIGHTS).unlink()  # several GB, which nothing reads any more
+    twin_records = [record for twin in twins for record in records.pop(twin.name)]
+    if not (plain := records.get(PLAIN)) or len(twin_records) < len(twins):
+        failed = next((outcomes[name].reason for name in (PLAIN, TWIN, OTHER_TWIN) if name in outcomes), "")
+        reason = failed or "failed: the plain loop was not launched"
+        return Result([context.absent_row(PLAIN, "step_time_s", reason, dtype=options.dtype)], pd.DataFrame(), source)
+    tolerance = loss_tolerance(twin_records, plain[0])
     shape = random_llama_shape(options.model, work.config()["vocab_size"])
     rows: list[Row] = []
     times: dict[str, list[float]] = {}
@@ -126,12 +139,11 @@ def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[st
 
 
 def _launch(
-    context: Context, options: FrameworkSpeedOptions, work: Work, stack: Stack, label: str, how: dict | None = None
+    context: Context, options: FrameworkSpeedOptions, work: Work, stack: Stack, label: str, turn: Path, before: int
 ) -> Record:
+    """Launch a framework. It waits for its turn while `before` other frameworks train, each at most `timeout_s` seconds."""
     folder = context.workspace / f"{stack.name.replace(' ', '-')}-{label}"
-    record = launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s, options=how)
-    (folder / "final.safetensors").unlink(missing_ok=True)  # the final states of a large model would fill the disk
-    return record
+    return launch(stack, work, folder, options.ranks_of(context, stack), options.timeout_s * (1 + before), turn=turn)
 
 
 def _refusal(work: Work, runs: Sequence[Record], reference: Record, tolerance: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.engines import Record, Work, unequal
+from hyperion.engines.launch import use_one_device
 from hyperion.experiments.frameworks.framework_parity import step_frame
 from hyperion.experiments.frameworks.works import DATA, WorkOptions, loss_difference, prepare_work
 from hyperion.processes import Job, process_group, report_progress, run_job
@@ -62,6 +63,7 @@ def train_with_defaults(work: dict, folder: str, seed: int) -> dict:
     from hyperion.engines import hf_trainer, plain
     from hyperion.engines.observer import Observer
 
+    use_one_device()
     what, packages = Work.of(work), ("transformers", "accelerate")
     with process_group():
         records = {"plain loop": plain.train(what, Observer(what, "plain loop", packages, Path(folder)))}

@@ -1,10 +1,11 @@
 """Train the language model and the ResNet-18 in fp32, TF32, bf16, and fp16 with a loss scale, and compare the formats.
 
 The memory and losses of each format are measured in a separate process. The steps of all formats are timed in alternation in one
-process.
+process: eager steps, and on a GPU also the same steps replayed as graphs. An eager step in a 16-bit format often waits for the
+host, so its time depends on the speed of the host. The time of a graph does not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -24,6 +25,7 @@ from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine
+from hyperion.training.captured import why_not_captured
 from hyperion.units import GIB
 from hyperion.workloads import datasets
 from hyperion.workloads.training_rows import Contender, compare_steps, rate_forecast
@@ -44,6 +46,8 @@ from hyperion.workloads.workloads import (
 )
 
 REFERENCE = "fp32"
+# Params of the rows of steps that are replayed as graphs. The rows of eager steps do not have them.
+GRAPH = {"mode": "graph"}
 
 
 class PrecisionVariantsOptions(Options):
@@ -91,7 +95,9 @@ def forecast(context: Context) -> list[Forecast]:
         rates = {dtype: rate_forecast(context, work, dtype, EAGER_STEP) for dtype in dtypes if not _why_emulated(device, dtype)}
         others = sorted((dtype for dtype in rates if dtype != REFERENCE), key=lambda dtype: dtype != "bf16")
         lines += [speedup_forecast(rates[dtype], rates[REFERENCE], REFERENCE) for dtype in others]
-        lines += [*rates.values(), *(_memory_forecast(device, work, dtype) for dtype in dtypes)]
+        graphs = [rate_forecast(context, work, dtype) for dtype in rates if not why_not_captured(device, 1, dtype)]
+        lines += [*rates.values(), *(replace(graph, params=graph.params | GRAPH) for graph in graphs)]
+        lines += [_memory_forecast(device, work, dtype) for dtype in dtypes]
     return lines
 
 
@@ -113,7 +119,7 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
     reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
     for number, batches in enumerate(stored):
         report(number, len(stored), f"steps of the {batches.kind} model, alternately")
-        results.append(_timed(context, options, batches, reasons))
+        results += _timed(context, options, batches, reasons)
     result = merged(results)
     return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))
 
@@ -269,25 +275,40 @@ def _why_emulated(device: Device, dtype: str) -> str:
     return f"not timed, because it says nothing of the format: {how}" if how.startswith("emulated") else ""
 
 
-def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
-    """Time the steps of all number formats in alternation.
+def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> list[Result]:
+    """Time the steps of all number formats in alternation: first the eager steps, then on a GPU the graphs.
 
     Args:
         reasons: a dict that maps each format to the reason why it is not timed, or to an empty string if it is.
     """
     work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
-    contenders = [
-        Contender(dtype, dtype, {}, partial(work.engine, dtype, context.device, context.seed))
-        for dtype, reason in reasons.items()
-        if not reason
-    ]
-    result = compare_steps(context, work, batches[0], contenders, stored.source, options.time_limit_s, options.samples)
-    absent = [
-        _row(context, work, dtype, stored.source, "step_time_s", None, value_reason=reason, step="steady")
-        for dtype, reason in reasons.items()
-        if reason
-    ]
-    return replace(result, rows=result.rows + absent)
+
+    def timed(build: Callable[[str], TorchEngine], params: dict, reasons: dict[str, str]) -> Result:
+        contenders = [Contender(dtype, dtype, params, partial(build, dtype)) for dtype, reason in reasons.items() if not reason]
+        result = compare_steps(context, work, batches[0], contenders, stored.source, options.time_limit_s, options.samples)
+        absent = [
+            _row(context, work, dtype, stored.source, "step_time_s", None, value_reason=reason, step="steady", **params)
+            for dtype, reason in reasons.items()
+            if reason
+        ]
+        return replace(result, rows=result.rows + absent)
+
+    def eager(dtype: str) -> TorchEngine:
+        return work.engine(dtype, context.device, context.seed)
+
+    def graph(dtype: str) -> TorchEngine:
+        engine = eager(dtype)
+        engine.capture()
+        engine.train_step(batches[0])  # capture before the timing, because the warm-up is shorter than a capture
+        return engine
+
+    results = [timed(eager, {}, reasons)]
+    if context.device.kind != "cpu":
+        why = {dtype: why_not_captured(context.device, 1, dtype) for dtype in reasons}
+        results.append(
+            timed(graph, GRAPH, {d: reason or why[d] and f"not timed as a graph: {why[d]}" for d, reason in reasons.items()})
+        )
+    return results
 
 
 def _difference_rows(result: Result) -> list[Row]:

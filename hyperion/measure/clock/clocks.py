@@ -47,6 +47,8 @@ class Clock(Protocol):
 # Number of cycles that the GPU spins per sample. Meanwhile, the host enqueues the sample: the flush, two events and the call.
 # This takes the host about 30 microseconds.
 _HEAD_START_CYCLES = 80_000
+# The highest clock frequency of current GPUs is about 2 GHz. At a lower frequency, the GPU spins longer.
+_CYCLES_PER_S = 2e9
 # A batch of at least this many calls consists of short calls, and the host can enqueue all of them while the GPU spins.
 _CALLS_OF_A_FULL_QUEUE = 30
 
@@ -63,12 +65,23 @@ class _EventClock:
 
     If a batch consists of few long calls, the host cannot fill the queue in time. Such a batch starts with one extra call that is
     not timed. Without this extra call, the first timed training step was slower than an identical second step.
+
+    With several functions, the host could get ahead during a function that takes long on the device, and the time of the next
+    function would not include its wait for the host. So if the calls are long, or if the host needs longer for one of them than
+    the device spins, each sample is a batch of its own, with an extra call of the same function, as in a loop.
+
+    Args:
+        device: the GPU.
+        head_start_cycles: number of cycles per call that the GPU spins at the start of a batch.
+        separate: whether samples are separated in this way. Ranks whose functions meet in collectives must not do this, because
+            they could decide differently.
     """
 
     now = staticmethod(time.monotonic)
 
-    def __init__(self, device: Device, head_start_cycles: int):
+    def __init__(self, device: Device, head_start_cycles: int, separate: bool = True):
         self.device, self.head_start_cycles = torch.device(device.torch_device), head_start_cycles
+        self._separate = separate
 
     def stamp(self) -> torch.cuda.Event:
         """Record an event on the current stream of the device, and return the event."""
@@ -84,25 +97,43 @@ class _EventClock:
         return _mean_of_calls(function, count, functools.partial(torch.cuda.synchronize, self.device))
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        pairs: list[list[tuple]] = [[] for _ in functions]
         with torch.cuda.device(self.device):
-            # A kernel that spins for this many cycles. It occupies the stream without using memory, so it does not change the
-            # cache.
-            torch.cuda._sleep(self.head_start_cycles * count * len(functions))
-            if count * len(functions) < _CALLS_OF_A_FULL_QUEUE:
+            if (
+                self._separate
+                and len(functions) > 1
+                and (self._few(functions, count) or any(map(self._outlasts_the_spin, functions)))
+            ):
+                return in_turn(functions, count, lambda function: self._batch([function], flush, 1)[0][0])
+            return self._batch(functions, flush, count)
+
+    def _batch(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
+        pairs: list[list[tuple]] = [[] for _ in functions]
+        # A kernel that spins for this many cycles. It occupies the stream without using memory, so it does not change the cache.
+        torch.cuda._sleep(self.head_start_cycles * count * len(functions))
+        if self._few(functions, count):
+            if flush is not None:
+                flush()
+            # Call the last function, because it also precedes the first function in the timed batch.
+            functions[-1]()
+        for _ in range(count):
+            for function, series in zip(functions, pairs, strict=True):
                 if flush is not None:
                     flush()
-                # Call the last function, because it also precedes the first function in the timed batch.
-                functions[-1]()
-            for _ in range(count):
-                for function, series in zip(functions, pairs, strict=True):
-                    if flush is not None:
-                        flush()
-                    start = self.stamp()
-                    function()
-                    series.append((start, self.stamp()))
-            torch.cuda.synchronize()
+                start = self.stamp()
+                function()
+                series.append((start, self.stamp()))
+        torch.cuda.synchronize()
         return [[self.seconds(*pair) for pair in series] for series in pairs]
+
+    def _few(self, functions: list[Callable], count: int) -> bool:
+        return count * len(functions) < _CALLS_OF_A_FULL_QUEUE
+
+    def _outlasts_the_spin(self, function: Callable) -> bool:
+        """Call the function once, and return whether the host needs longer for the call than the device spins for it."""
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        function()
+        return (time.perf_counter_ns() - start) / 1e9 > self.head_start_cycles / _CYCLES_PER_S
 
 
 class _HostClock:
@@ -194,7 +225,7 @@ def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> flo
     return (time.perf_counter_ns() - start) / 1e9 / calls
 
 
-def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) -> _EventClock | _HostClock:
+def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES, separate: bool = True) -> _EventClock | _HostClock:
     """Return the clock of a device; see `Clock`.
 
     The clock has two additional methods: `stamp()` records the current time, and `seconds(start, end)` returns the seconds
@@ -202,8 +233,9 @@ def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) ->
 
     Args:
         head_start_cycles: number of cycles per call that a GPU spins at the start of a batch, while the host fills the queue.
+        separate: on a GPU, whether functions that take long are sampled separately. False on ranks that meet in collectives.
     """
-    return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles)
+    return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles, separate)
 
 
 def calls_that_fill(seconds: float, call_s: float) -> int:
@@ -226,7 +258,7 @@ class RanksClock:
     """
 
     def __init__(self, here: World, prepare: Callable[[], object], step: Callable[[str], object]):
-        self._clock = device_clock(here.device, _RANKS_HEAD_START_CYCLES)
+        self._clock = device_clock(here.device, _RANKS_HEAD_START_CYCLES, separate=False)
         self._prepare, self._step = prepare, step
         self._token = torch.zeros(1, device=here.device.torch_device)
         self._started, self._agreed_s = time.monotonic(), 0.0

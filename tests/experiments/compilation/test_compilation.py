@@ -177,6 +177,8 @@ def test_forecasts_rest_on_ceilings_and_shapes_and_meet_their_rows(context):
     forecasts = compilation.forecast(replace(context, upstream=ceilings))
     assert [forecast.metric for forecast in forecasts] == ["speedup"] * 2 + ["inference_time_s"] * 4
     assert all(forecast.estimate > 1 for forecast in forecasts[:2])
+    # 2 layers with 6 products with weights and an attention, which is one operation on every device, and the output layer.
+    assert "lm_d128_h4_l2: 15 products" in forecasts[0].basis
     # With longer launches, all calls take longer, because a CPU records no graphs.
     launch = Row(notebook="n", experiment="launch_cost", variant="eager", metric="launch_time_s", value=1e-3)
     slower = compilation.forecast(replace(context, upstream=[*ceilings, launch]))

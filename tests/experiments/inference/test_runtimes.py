@@ -154,6 +154,23 @@ def test_onnx_runtime_agrees_and_says_which_provider_ran(material):
     assert compared and all(row.params["order"] == "blocks" for row in compared)
 
 
+def test_a_perceptron_has_the_outputs_of_eager_mode_and_its_int8_twin_is_near(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)).eval()
+    x = torch.randn(16, 64)
+    expected = mlp(x).detach()
+    path = onnx_int8.export(mlp, x, tmp_path / "mlp.onnx")
+    session = onnx_int8.Session(path)
+    torch.testing.assert_close(session(x), expected, rtol=1e-3, atol=1e-5)
+    operators, providers = session.what_ran(x)
+    assert providers == {onnx_int8.PROVIDER} and operators["Gemm"] + operators["MatMul"] + operators["FusedGemm"] >= 3
+    small = onnx_int8.Session(onnx_int8.quantise(onnx_int8.DYNAMIC, path, tmp_path / "int8.onnx"))
+    error = float((small(x) - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.05, "8 bits have an error, and a small one"
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda y: y * 1.01, lambda y: y.roll(1, -1), lambda y: y[:1].expand(len(y), -1), lambda y: y * torch.nan],

@@ -1,13 +1,17 @@
 """Mixed precision at toy sizes: who is compared with whom, what is absent and why, and that memory is what shapes say."""
 
+import pandas as pd
 import pytest
 import torch
 
-from hyperion.chapter import variants
+from hyperion.chapter import Context, variants
+from hyperion.chapter.context import Forecast, Result
 from hyperion.experiments.precision import precision_variants
 from hyperion.experiments.precision.precision_variants import EXPERIMENT, PrecisionVariantsOptions, train_variant
+from hyperion.hardware import detect
 from hyperion.workloads.workloads import store_batches
 from tests.chapter.toy import by_params, perform, toy_context
+from tests.hardware.machines import facts
 
 pytestmark = pytest.mark.slow
 
@@ -104,3 +108,30 @@ def test_the_first_line_is_a_speed_up_to_guess(context):
     forecasts = EXPERIMENT.forecast(context)
     assert forecasts[0].metric == "speedup" and "vocabulary" in forecasts[0].basis
     assert all(forecast.basis for forecast in forecasts)
+
+
+def test_on_a_gpu_the_same_steps_are_also_timed_as_graphs_and_fp16_says_why_not(context, monkeypatch):
+    options = PrecisionVariantsOptions.of(context)
+    stored = store_batches(context, options.image, options.batches)
+    asked = []
+
+    def compare(context, work, batch, contenders, *rest):
+        asked.append({contender.name: contender.params for contender in contenders})
+        return Result([], pd.DataFrame(), stored.source)
+
+    gpu = detect(facts("H100 SXM"))
+    loaded = precision_variants.load_batches(options.image, stored.file, context.device)
+    monkeypatch.setattr(precision_variants, "load_batches", lambda *which: loaded)
+    monkeypatch.setattr(precision_variants, "compare_steps", compare)
+    monkeypatch.setattr(Context, "device", property(lambda of_context: gpu))
+    reasons = {"fp32": "", "bf16": "", "fp16": "", "fp8": "unsupported: no"}
+    _, graphs = precision_variants._timed(context, options, stored, reasons)
+    eager, graph = asked
+    assert eager == {"fp32": {}, "bf16": {}, "fp16": {}}
+    assert graph == {"fp32": {"mode": "graph"}, "bf16": {"mode": "graph"}}
+    why = {row.dtype: row.value_reason for row in graphs.rows}
+    assert set(why) == {"fp16", "fp8"} and "loss scale" in why["fp16"] and why["fp8"] == "unsupported: no"
+    unsized = Forecast("any", "tensor_memory_gib", None, "the estimate asks CUDA for the size of its workspace")
+    monkeypatch.setattr(precision_variants, "_memory_forecast", lambda *which: unsized)
+    foretold = {f.dtype for f in EXPERIMENT.forecast(context) if f.metric == "images_per_s" and "mode" in f.params}
+    assert foretold == {"fp32", "tf32", "bf16"}

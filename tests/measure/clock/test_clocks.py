@@ -67,8 +67,40 @@ def test_the_flush_lies_outside_of_every_sample_of_device_events(gpu):
         flushes.append(None)
         gpu.launch(7 * WORK_NS)
 
-    samples = _EventClock(gpu, head_start_cycles=1000).sample([gpu.launch, gpu.launch], flush, 3)
-    assert samples == [pytest.approx([WORK_NS / 1e9] * 3)] * 2 and len(flushes) == 7
+    samples = _EventClock(gpu, head_start_cycles=80_000).sample([gpu.launch, gpu.launch], flush, 20)
+    assert samples == [pytest.approx([WORK_NS / 1e9] * 20)] * 2 and len(flushes) == 40
+    samples = _EventClock(gpu, head_start_cycles=80_000).sample([gpu.launch, gpu.launch], flush, 3)
+    assert samples == [pytest.approx([WORK_NS / 1e9] * 3)] * 2 and len(flushes) == 40 + 12
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_call_that_waits_for_the_host_takes_as_long_beside_any_other_call(gpu, first, count):
+    """As in a loop of its own. During the other call, which takes the device 20 ms, the host would be 19 ms ahead."""
+
+    def waits():
+        for _ in range(300):
+            gpu.launch(WORK_NS // 1000)
+
+    def works():
+        gpu.now_ns += WORK_NS
+        gpu.launch(20 * WORK_NS)
+
+    functions = [waits, works] if first == 0 else [works, waits]
+    samples = _EventClock(gpu, head_start_cycles=1000).sample(functions, None, count)
+    assert samples[first] == pytest.approx([300 * LAUNCH_NS / 1e9] * count)
+    assert samples[1 - first] == pytest.approx([20 * WORK_NS / 1e9] * count)
+
+
+def test_short_calls_are_sampled_in_one_batch_and_so_are_those_that_meet_other_ranks(gpu, monkeypatch):
+    calls = []
+    slow, short = lambda: [gpu.launch() for _ in range(99)], lambda: calls.append(gpu.launch())
+    _EventClock(gpu, head_start_cycles=80_000).sample([short, short], None, 40)
+    assert len(calls) == 2 + 80, "one call of each to measure the host"
+    _EventClock(gpu, head_start_cycles=1000, separate=False).sample([slow, short], None, 40)
+    assert len(calls) == 2 + 80 + 40
+    _EventClock(gpu, head_start_cycles=80_000).sample([slow, short], None, 40)
+    assert len(calls) == 2 + 80 + 40 + 80, "an extra call before each sample; the first slow function decides"
 
 
 @pytest.mark.parametrize("calls", [1, 10])
