@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hyperion.commands.console import console
+from hyperion.commands.console import console, one_of
 from hyperion.commands.frameworks_benchmark import add_commands
 from hyperion.errors import HyperionError
 from hyperion.paths import results_folder
@@ -68,7 +68,7 @@ def train(
     work: Annotated[Path, typer.Option(help="Folder with config.json, model.safetensors and tokens.npy.")],
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps.")] = 20,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step, over all ranks.")] = 8,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(callback=one_of(("fp32", "bf16")), help="fp32 or bf16.")] = "fp32",
     output: Annotated[Path | None, typer.Option(help="Folder for the records.", show_default="results/frameworks/")] = None,
 ) -> None:
     """Train the same workload with several frameworks, one after the other, and write a JSON file for each one that ran.
@@ -76,21 +76,25 @@ def train(
     If a framework fails or is killed, the others continue. Exit codes: 0 all available frameworks trained; 1 a framework failed;
     3 none of the frameworks is available, and no file was written.
     """
-    import numpy as np
-
     from hyperion.engines import Stack, Work, stack_named
     from hyperion.engines.launch import exit_code, launch, launch_all
-    from hyperion.engines.work import TOKENS
+    from hyperion.engines.work import stored_tokens
+    from hyperion.reproduce.execution import Stopped, stoppable
 
     stacks = [stack_named(name) for name in frameworks]
-    length = np.load(work / TOKENS, mmap_mode="r", allow_pickle=False).shape[1] - 1
+    length = stored_tokens(work).shape[1] - 1
     what, folder = Work(str(work), steps, batch_size, length, dtype=dtype), output or results_folder() / "frameworks"
 
     def launch_one(stack: Stack):
         say(f"{stack.name} …")
         return launch(stack, what, folder / stack.name.replace(" ", "-"), on_line=lambda line: None)
 
-    outcomes = list(launch_all(stacks, launch_one))
+    try:
+        with stoppable():  # SIGTERM must end this command, and not only the framework that trains
+            outcomes = list(launch_all(stacks, launch_one))
+    except Stopped as signal:
+        say(f"stopped by {signal}")
+        raise typer.Exit(signal.exit_code) from None
     for outcome in outcomes:
         if outcome.record is not None:
             file = folder / f"{outcome.stack.replace(' ', '-')}.json"

@@ -80,7 +80,9 @@ def run(
         list[str] | None,
         typer.Option(help="llama, qwen, or tiny for their tiny twins.", show_default="the models of the configuration"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Optimizer steps.", show_default="training.steps")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=2, max=1_000_000, help="Optimizer steps.", show_default="training.steps")
+    ] = None,
     precision: Annotated[
         str | None, typer.Option(callback=one_of(("bf16", "fp32")), help="bf16 or fp32.", show_default="training.precision")
     ] = None,
@@ -100,12 +102,14 @@ def run(
 
     If one combination fails, the others continue. A second call repeats only combinations that failed or whose settings changed.
     Exit codes:
-    0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available.
+    0 all available combinations have a result; 1 a combination failed; 2 the request cannot be carried out; 3 none is available;
+    130 or 143 stopped by SIGINT or SIGTERM, after the ranks have ended.
     """
-    from hyperion.frameworks.config import load_config
+    from hyperion.frameworks.config import load_config, require_preset
     from hyperion.frameworks.plan import asked_platform, output_folder, resolve, select_frameworks, select_models
     from hyperion.frameworks.run import exit_code, log_file, run_plans
     from hyperion.hardware import collect_facts
+    from hyperion.reproduce.execution import Stopped, stoppable
 
     config = load_config(config_file)
     training = replace(config.training, **{name: value for name, value in (("steps", steps), ("precision", precision)) if value})
@@ -113,6 +117,7 @@ def run(
     paths = replace(config.paths, output_dir=output_dir) if output_dir else config.paths
     config = replace(config, training=training, parallelism=strategy, paths=paths)
     config = replace(config, dataset=dataset) if dataset else config
+    require_preset(config, "--preset")
     names = select_frameworks(frameworks or os.environ.get(FRAMEWORKS, ""), config)
     facts = collect_facts()
     dry_run = dry_run or listing or as_json
@@ -130,14 +135,22 @@ def run(
     def on_start(plan: "Plan") -> None:
         say(f"{plan.framework} {plan.model} … log: {log_file(plan, folder)}")
 
-    with ProgressLine(console()) as line:
-        for outcome in run_plans(plans, folder, facts, again, on_start, line.show):
-            line.clear()
-            outcomes.append(outcome)
-            state = outcome.state if outcome.failed else outcome.state.partition(":")[0]
-            say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {state}")
+    stopped: Stopped | None = None
+    try:
+        # Without this, the ranks of a framework would end with SIGTERM, and the runner would train with the next framework.
+        with stoppable(), ProgressLine(console()) as line:
+            for outcome in run_plans(plans, folder, facts, again, on_start, line.show):
+                line.clear()
+                outcomes.append(outcome)
+                state = outcome.state if outcome.failed else outcome.state.partition(":")[0]
+                say(f"[{len(outcomes)}/{len(plans)}] {outcome.plan.framework} {outcome.plan.model}: {state}")
+    except Stopped as signal:
+        stopped = signal
     _print_outcomes(outcomes, folder)
-    raise typer.Exit(exit_code(outcomes))
+    if stopped:
+        left = len(plans) - len(outcomes)
+        say(f"stopped by {stopped}: {left} of {len(plans)} combinations have no outcome; the same command trains them")
+    raise typer.Exit(stopped.exit_code if stopped else exit_code(outcomes))
 
 
 def compare(

@@ -160,12 +160,14 @@ def _optimizer(work: Work, record: Record, undecayed: float) -> Iterable[Differe
         ("optimizer", _algorithm, _ALGORITHM),
         ("learning rate", lambda group: _rates(group.learning_rates), _numbers((work.learning_rate,))),
         ("betas", lambda group: _numbers(group.betas), _numbers(work.betas)),
-        ("eps", lambda group: _numbers((group.eps,)), _numbers((work.eps,))),
+        ("eps", lambda group: "" if group.eps is None else _numbers((group.eps,)), _numbers((work.eps,))),
         ("master dtype", lambda group: group.dtype, _UPDATED),
     )
     for name, choose, expected in settings:
-        seen = ", ".join(sorted({choose(group) for group in record.groups}))
-        if seen != expected:
+        # Another algorithm may lack an option, as SGD lacks betas. The difference is then the optimizer, not the option.
+        values = {choose(group) or "none" for group in record.groups if choose(group) or _algorithm(group) == _ALGORITHM}
+        seen = ", ".join(sorted(values))
+        if seen != expected and (seen or not record.groups):
             yield Difference(name, seen or "no optimizer was observed", expected)
     decays, expected = ({group.weight_decay for group in record.groups} - {0.0}), {work.weight_decay} - {0.0}
     if decays != expected:

@@ -53,12 +53,14 @@ def launch(
     """
     if reason := stack.why_absent():
         raise Unavailable(stack, reason)
-    ranks = ranks or stack.ranks
-    work.require_divisible(ranks)
+    ranks, settings = ranks or stack.ranks, {**stack.options, **(options or {})}
+    # The ranks that share the matrices or the layers of a replica read the same rows.
+    replica = settings.get("tensor", 1) * settings.get("pipeline", 1)
+    work.require_divisible(ranks // replica if ranks >= replica else ranks)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     values = {"adapter": stack.adapter, "name": stack.name, "packages": list(stack.packages), "folder": str(folder)}
-    values |= {"work": work.as_dict(), "options": {**stack.options, **(options or {})}, "turn": str(turn or "")}
+    values |= {"work": work.as_dict(), "options": settings, "turn": str(turn or "")}
     common = {"timeout_s": timeout_s, "python": stack.python()}
 
     def on_progress(done: int, total: int, loss: str) -> None:

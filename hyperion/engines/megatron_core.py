@@ -3,6 +3,8 @@
 The imported package is a copy of the release that is adapted to run without CUDA.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from hyperion.engines.observer import Observer
@@ -11,6 +13,9 @@ from hyperion.errors import HyperionError
 from hyperion.models.llama import LlamaShape
 from hyperion.parallel.megatron.layouts import MegatronLayout
 from hyperion.parallel.megatron.release import use_adapted
+
+# megatron-core has these values of the scaling of rotary frequencies as constants, and the factor as an option.
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, distributed_optimizer: bool = False) -> dict:
@@ -22,8 +27,8 @@ def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, di
         tensor, pipeline, distributed_optimizer: the layout; see `MegatronLayout`. On fewer ranks, `tensor` and `pipeline` are 1.
 
     Raises:
-        HyperionError: the work is in bf16. megatron-core would round the initial state to bf16 and initialize its float32 weights
-            with the rounded values.
+        HyperionError: the work is in bf16, or its model has something that is not translated to megatron-core. With bf16,
+            megatron-core would round the initial state and initialize its float32 weights with the rounded values.
     """
     if work.dtype != "fp32":
         raise HyperionError(
@@ -39,11 +44,12 @@ def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, di
         tensor = pipeline = 1
     layout = MegatronLayout(tensor, pipeline, distributed_optimizer=distributed_optimizer, micro_batches=work.micro_batches)
     replicas = ranks // (tensor * pipeline)
-    shape, config = _shape(work), work.config()
-    theta = (config.get("rope_parameters") or config)["rope_theta"]
+    config = work.config()
+    shape, theta, factor = _translated(config)
     adam = gpt.Adam(work.learning_rate, work.weight_decay, *work.betas, epsilon=work.eps, clip_norm=work.clip_norm)
     with gpt.model_parallel(layout):
-        model = gpt.build_gpt(shape, layout, work.sequence_length, config["rms_norm_eps"], theta)
+        bias = config["model_type"] == "qwen2"
+        model = gpt.build_gpt(shape, layout, work.sequence_length, config["rms_norm_eps"], theta, factor, bias)
         gpt.load_llama_weights(model, work.load_model().state_dict(), shape, layout)
         trainer = gpt.MegatronTrainer(model.to(observer.device), layout, adam)
 
@@ -64,6 +70,30 @@ def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, di
         return observer.finish(gpt.whole_weights(model, shape, layout))
 
 
-def _shape(work: Work) -> LlamaShape:
-    config = work.config()
-    return LlamaShape(**{name: config[name] for name in LlamaShape.__dataclass_fields__})
+def _translated(config: dict[str, Any]) -> tuple[LlamaShape, float, float | None]:
+    """Return (shape, base of the rotary angles, factor of their scaling or None) from a config.json of transformers.
+
+    Raises:
+        HyperionError: the model has something that is not translated. Without this check, another model would train.
+    """
+    rope = config.get("rope_parameters") or {**config, **(config.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", "default")
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    faults = {
+        f"model_type {config.get('model_type')!r}": config.get("model_type") not in ("llama", "qwen2"),
+        "tied embeddings": config.get("tie_word_embeddings"),
+        "biases": config.get("attention_bias") or config.get("mlp_bias"),
+        f"activation {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
+        "sliding windows": config.get("use_sliding_window"),
+        "heads of another width": config["hidden_size"] != config["num_attention_heads"] * width,
+        f"rope_type {kind!r}": kind not in ("default", "llama3"),
+        "other values of rope_type 'llama3' than Llama 3.1": kind == "llama3" and _LLAMA_3.items() - rope.items(),
+    }
+    if found := [what for what, fault in faults.items() if fault]:
+        raise HyperionError(
+            f"the model has {', '.join(found)}, which this adapter does not translate to megatron-core",
+            where="config.json of the work",
+            next_step="leave megatron-core out of this comparison, or use another model",
+        )
+    shape = LlamaShape(**{name: config[name] for name in LlamaShape.__dataclass_fields__})
+    return shape, rope["rope_theta"], float(rope["factor"]) if kind == "llama3" else None

@@ -69,6 +69,7 @@ class Observer:
         # parameter group, and its optimizer.
         self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
         self._rates: dict[int, list[float]] = {}
+        self._counts: dict[int, int] = {}  # number of updates of each parameter
         self._collectives = _Collectives()
         self._memory = PeakMemoryRegion(self.here.device)
         self._sampler: Sampler | None = None
@@ -249,9 +250,10 @@ class Observer:
                 share = 1.0 if self._own_share is None else self._own_share(parameter)
                 options = {name: group[name] for name in _OPTIONS if name in group}
                 self._updated[id(parameter)] = (parameter, tensor.numel() * share, options, optimizer)
-                rates = self._rates.setdefault(id(parameter), [])
-                if (rate := float(group["lr"])) not in rates:
+                rates, rate = self._rates.setdefault(id(parameter), []), _number(group.get("lr"))
+                if rate is not None and rate not in rates:
                     rates.append(rate)
+                self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
                 if not (self.work.timed and len(self._ends_s) >= self.work.steps // 2):
                     self._squares[-1] += share * _sum_of_squares(gradient)
 
@@ -260,9 +262,10 @@ class Observer:
         for key, (parameter, count, options, optimizer) in self._updated.items():
             kind = type(optimizer)
             identity = (
-                float(options["weight_decay"]),
-                tuple(map(float, options["betas"])),
-                float(options["eps"]),
+                # Another optimizer lacks some of these options. The judge then names the optimizer.
+                _number(options.get("weight_decay")) or 0.0,
+                tuple(map(float, options.get("betas", ()))),
+                _number(options.get("eps")),
                 tuple(self._rates[key]),
                 str(_local(parameter).dtype).removeprefix("torch."),
                 f"{kind.__module__}.{kind.__qualname__}",
@@ -274,8 +277,11 @@ class Observer:
         return [Group(count, *identity) for identity, count in elements.items()]
 
     def _updates(self) -> int:
-        """Return the number of updates. The optimizer state contains this number for each parameter."""
-        counts = [optimizer.state.get(parameter, {}).get("step", 0) for parameter, _, _, optimizer in self._updated.values()]
+        """Return the number of updates. Most optimizers have this number in the state of each parameter, but SGD does not."""
+        counts = [
+            optimizer.state.get(parameter, {}).get("step", self._counts[key])
+            for key, (parameter, _, _, optimizer) in self._updated.items()
+        ]
         return int(max(counts, default=0))
 
     def _now(self) -> float:
@@ -360,6 +366,14 @@ def _sum_of_squares(tensor: Tensor) -> float:
 
 def _flag(value: object) -> bool | None:
     return None if value is None else bool(value)
+
+
+def _number(value: Any) -> float | None:
+    """Return the value of an option as a number, or None if it is absent or has another form, as the pair `eps` of Adafactor."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _first(values: Iterable[float | None]) -> float | None:

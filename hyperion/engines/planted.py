@@ -15,6 +15,7 @@ from hyperion.engines.work import Work
 PLANTED = {
     "learning rate x 1.1": "learning rate",
     "learning rate decays": "learning rate",
+    "SGD": "optimizer",
     "Adam with L2": "optimizer",
     "AMSGrad": "optimizer",
     "beta2 0.999": "betas",
@@ -108,6 +109,8 @@ def _optimizer(work: Work, model: nn.Module, unfairness: str) -> torch.optim.Opt
         work = replace(work, **{name: factor * getattr(work, name)})
     if unfairness == "beta2 0.999":
         work = replace(work, betas=(work.betas[0], 0.999))
+    if unfairness == "SGD":
+        return torch.optim.SGD(work.parameter_groups(model), lr=work.learning_rate)
     optimizer = work.adamw(model, amsgrad=unfairness == "AMSGrad")
     if unfairness == "Adam with L2":
         groups = work.parameter_groups(model)

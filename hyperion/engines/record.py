@@ -10,8 +10,9 @@ class Group:
 
     Args:
         elements: number of elements over all ranks, each counted once. It includes the padding of sharded tensors.
-        weight_decay, betas, eps: options of the group.
-        learning_rates: distinct learning rates of the run, in order of first use.
+        weight_decay: option of the group; 0 if the optimizer has no such option.
+        betas, eps: options of the group. Empty or None if the optimizer has no such option, as SGD, or has one of another form.
+        learning_rates: distinct learning rates of the run, in order of first use. Empty if the optimizer computes its own.
         dtype: dtype of the updated tensors, such as "float32".
         optimizer: class of the optimizer, such as "torch.optim.adamw.AdamW".
         amsgrad: whether the largest second moment is used (AMSGrad). None if the optimizer does not state it.
@@ -21,8 +22,8 @@ class Group:
 
     elements: float
     weight_decay: float
-    betas: tuple[float, float]
-    eps: float
+    betas: tuple[float, ...]
+    eps: float | None
     learning_rates: tuple[float, ...]
     dtype: str
     optimizer: str
@@ -49,7 +50,7 @@ class Record:
         rows: sorted numbers of the rows that the embedding received in each step, over all ranks. -1 is an unknown row.
         counted_tokens: number of tokens as counted by the framework or its adapter, summed over all ranks and steps.
         groups: parameter groups of the optimizer.
-        optimizer_steps: number of updates, read from the optimizer state.
+        optimizer_steps: number of updates, read from the optimizer state, or counted if the optimizer keeps no such number.
         reduced: number of gradient elements that the collectives of the first step reduced on rank 0, by dtype.
         peak_memory_gib: largest peak of a rank in GiB: allocated device memory, or on a CPU the resident memory of the process.
             None if it cannot be read.

@@ -14,6 +14,7 @@ from hyperion.errors import HyperionError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+DTYPES = ("fp32", "bf16")
 TOKENS, WEIGHTS, CONFIG = "tokens.npy", "model.safetensors", "config.json"
 
 
@@ -56,6 +57,14 @@ class Work:
     timed: bool = False
     fused: bool = False
 
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise HyperionError(
+                f"the number format of the work is {self.dtype!r}",
+                where="Work",
+                next_step=f"choose {' or '.join(DTYPES)}; adapters would train in float32 with any other name",
+            )
+
     @classmethod
     def of(cls, values: dict) -> "Work":
         """Return the work from a dict that `as_dict` returned and that may have been stored as JSON."""
@@ -71,8 +80,8 @@ class Work:
         return self.batch_size * self.sequence_length
 
     def tokens(self) -> np.ndarray:
-        """Return the memory-mapped token file, int64 of shape [rows, sequence_length + 1]."""
-        return np.load(Path(self.folder) / TOKENS, mmap_mode="r", allow_pickle=False)
+        """Return the memory-mapped token file, int64 of shape [rows, sequence_length + 1]; see `stored_tokens`."""
+        return stored_tokens(Path(self.folder))
 
     def row_numbers(self, step: int, rank: int = 0, ranks: int = 1) -> list[range]:
         """Return the row numbers of each micro-batch of a rank in a step (counted from 0)."""
@@ -135,6 +144,23 @@ class Work:
         options = {"fused": self.fused, "foreach": not self.fused, **how}
         groups = self.parameter_groups(model)
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, **options)
+
+
+def stored_tokens(folder: Path) -> np.ndarray:
+    """Return the memory-mapped token file of a folder.
+
+    Raises:
+        HyperionError: the file is missing, or is not an array of integers with rows of at least two tokens.
+    """
+    file, next_step = folder / TOKENS, "write the folder with hyperion.engines.work.write_work_folder"
+    try:
+        found = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise HyperionError(f"the token file cannot be read: {error}", where=file, next_step=next_step) from error
+    if found.ndim != 2 or found.shape[1] < 2 or not np.issubdtype(found.dtype, np.integer):
+        what = f"the token file has the shape {list(found.shape)} and the dtype {found.dtype}, not rows of integers"
+        raise HyperionError(what, where=file, next_step=next_step)
+    return found
 
 
 def write_work_folder(folder: Path, model: "PreTrainedModel", tokens: np.ndarray) -> None:

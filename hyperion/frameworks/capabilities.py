@@ -1,7 +1,8 @@
-"""Matrix of the capabilities of frameworks. Each cell is the outcome of a probe, or a value from a result file."""
+"""Matrix of the capabilities of frameworks. Each cell is the outcome of a probe, or what the result files show."""
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from hyperion.engines import STACKS
@@ -11,12 +12,14 @@ from hyperion.errors import HyperionError
 from hyperion.frameworks.comparison import load_results
 from hyperion.frameworks.config import MEGATRON_DEEPSPEED, PRIMUS, Config
 from hyperion.frameworks.plan import EXTERNAL, TITLES
+from hyperion.frameworks.result import Result
 from hyperion.hardware import detect
 from hyperion.processes.child_process import child_environment
 
 MARKS = (
-    "yes: the probe imported the part; no: the import failed; ?: not installed, so not probed; -: there is "
-    "no probe. bf16 is that of the matrix units of this device. Measured values are those of result files."
+    "ran: a result file shows that the part was used; yes: the probe imported the part; no: the import failed; ?: not installed, "
+    "so not probed; -: there is no probe. bf16 is that of the matrix units of this device. Measured values are those of result "
+    "files."
 )
 # For each capability and framework: the attribute ("module:attribute") whose import proves the capability.
 _PROBES = {
@@ -26,14 +29,30 @@ _PROBES = {
         "fsdp": "torch.distributed.fsdp:fully_shard",
         "nemo": "nemo_automodel.components.distributed.fsdp2:FSDP2Manager",
         "mgds": "megatron.core.parallel_state:initialize_model_parallel",
+        "mcore": "megatron.core.distributed:DistributedDataParallel",
     },
     "sharded state": {
         "deep": "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
         "fsdp": "torch.distributed.fsdp:fully_shard",
         "nemo": "nemo_automodel.components.distributed.fsdp2:FSDP2Manager",
     },
-    "tensor parallel": {"mgds": "megatron.core.tensor_parallel:ColumnParallelLinear"},
+    "tensor parallel": {
+        "mgds": "megatron.core.tensor_parallel:ColumnParallelLinear",
+        "mcore": "megatron.core.tensor_parallel:ColumnParallelLinear",
+    },
+    "pipeline parallel": {"mcore": "megatron.core.pipeline_parallel:get_forward_backward_func"},
     "fp8": {"tran": "transformer_engine.pytorch:fp8_autocast", "prim": "transformer_engine.pytorch:fp8_autocast"},
+}
+# For each capability: whether a result shows that it was used. A group of one rank divides nothing.
+_USED: dict[str, Callable[[Result], bool]] = {
+    "data parallel": lambda result: result.parallelism_config.data_parallel_size > 1,
+    "sharded state": lambda result: (
+        result.training_config.parallel_strategy.startswith(("deepspeed zero-", "hyperion fsdp"))
+        and result.parallelism_config.data_parallel_size > 1
+    ),
+    "tensor parallel": lambda result: result.parallelism_config.tensor_model_parallel_size > 1,
+    "pipeline parallel": lambda result: result.parallelism_config.pipeline_model_parallel_size > 1,
+    "fp8": lambda result: result.precision in ("fp8", "mxfp8"),
 }
 # The garbage collector is disabled to save time, because imports leave no garbage.
 _SCRIPT = """
@@ -65,8 +84,12 @@ def capability_rows(config: Config, folder: Path) -> tuple[list[str], list[list[
         python, sources, reason = _place(code, config)
         wanted = {name: entries[code] for name, entries in _PROBES.items() if code in entries}
         found = {} if reason else _probe(python, sources, wanted)
-        marks = ["-" if name not in wanted else "?" if reason else "yes" if found.get(name) else "no" for name in _PROBES]
         mine = [result for result in results if result.framework == code]
+        used = {name for name in _PROBES if any(_USED[name](result) for result in mine)}
+        marks = [
+            "ran" if name in used else "-" if name not in wanted else "?" if reason else "yes" if found.get(name) else "no"
+            for name in _PROBES
+        ]
         best = max(mine, key=lambda result: result.performance_metrics.tokens_per_second_per_gpu, default=None)
         speed = f"{best.performance_metrics.tokens_per_second_per_gpu:,.0f} ({best.platform} {best.model})" if best else ""
         peaks = [result.memory_metrics.peak_memory_allocated_gb for result in mine]
@@ -80,7 +103,7 @@ def capability_rows(config: Config, folder: Path) -> tuple[list[str], list[list[
 def _place(code: str, config: Config) -> tuple[str, str, str]:
     """Return (Python that runs a framework, folder of its sources or "", why it is absent or "")."""
     if code not in EXTERNAL:
-        environment = "deepspeed" if code == "deep" else ""
+        environment = {"deep": "deepspeed", "mcore": "megatron-core"}.get(code, "")
         absent = why_not_installed(environment) if environment else STACKS["HF Trainer"].why_absent() if code == "tran" else ""
         return installed_python(environment), "", absent
     folders = {"prim": config.paths.primus, "mgds": config.paths.megatron_deepspeed}

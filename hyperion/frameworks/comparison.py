@@ -19,6 +19,7 @@ from hyperion.frameworks.config import GpuPrices
 from hyperion.frameworks.result import UNKNOWN, Result, read_result
 from hyperion.results import Estimate
 from hyperion.results.statistics import independent_ratio_estimate, median_estimate
+from hyperion.untrusted import printable
 
 CAVEAT = "The 95 % intervals cover the steps of one run each. Differences between launches are not in them."
 # A bootstrap interval of the median of fewer samples is too short.
@@ -227,8 +228,10 @@ def draw(comparison: Comparison, dpi: int) -> bytes:
     """Return the picture of a comparison as PNG: throughput, losses, learning rates and step times."""
     results, names = comparison.results, [_name(result, comparison.results) for result in comparison.results]
     with styled():
-        devices = ", ".join(sorted({result.gpu_info.device_name or "device not stated" for result in results}))
-        figure, panels = new_figure("Comparison of frameworks", devices, 2, lines=2, width=12, height=7.2 + 0.18 * len(results))
+        devices = ", ".join(sorted({(result.gpu_info.device_name or "device not stated")[:_SHOWN] for result in results}))
+        figure, panels = new_figure(
+            "Comparison of frameworks", _drawable(devices), 2, lines=2, width=12, height=7.2 + 0.18 * len(results)
+        )
         figure.set_dpi(dpi)
         bars, losses, rates, times = panels
         for place, estimate in enumerate(comparison.rates):
@@ -249,8 +252,13 @@ def draw(comparison: Comparison, dpi: int) -> bytes:
         rates.set(title="Learning rate", xlabel="step", ylim=(0, None))
         times.set(title="Step time", xlabel="step", ylabel="s", yscale="log")
         figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-        add_notes(figure, [f"Forced although the work differs: {line}" for line in comparison.differences])
+        add_notes(figure, [_drawable(f"Forced although the work differs: {line}") for line in comparison.differences])
         return png(figure)
+
+
+def _drawable(text: str) -> str:
+    """Return a text from a file for a picture. Matplotlib would read text between dollar signs as a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def _headings(comparison: Comparison) -> list[str]:

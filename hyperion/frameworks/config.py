@@ -27,6 +27,7 @@ OUTPUT, PRIMUS, MEGATRON_DEEPSPEED = "CONFIG_OUTPUT_DIR", "PRIMUS_PATH", "MEGATR
 GPU_COUNTS = {"amd": "CONFIG_AMD_NUM_GPUS", "nvd": "CONFIG_NVD_NUM_GPUS"}
 # Number of GPUs of the documented node. Only a dry run uses it, on a machine without a device of the platform.
 DOCUMENTED_GPUS = 8
+LONGEST_RUN = 1_000_000  # steps
 
 
 class ConfigError(HyperionError):
@@ -47,7 +48,7 @@ class Training:
     """Training options. `learning_rate` is constant. `sizes` is used for full models, `tiny` for the tiny models."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    steps: Annotated[int, Field(ge=2)] = 50
+    steps: Annotated[int, Field(ge=2, le=LONGEST_RUN)] = 50
     precision: Literal["bf16", "fp32"] = "bf16"
     learning_rate: Positive = 3e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -190,7 +191,7 @@ class MegatronDeepSpeedSettings(Settings):
 
 @dataclass(frozen=True)
 class Frameworks:
-    """Settings of the six documented frameworks."""
+    """Settings of the six documented frameworks, and of megatron-core, which runs only if it is named or enabled."""
 
     tran: Settings = Settings()
     deep: DeepSpeedSettings = DeepSpeedSettings()
@@ -198,6 +199,7 @@ class Frameworks:
     nemo: NemoSettings = NemoSettings()
     prim: PrimusSettings = PrimusSettings()
     mgds: MegatronDeepSpeedSettings = MegatronDeepSpeedSettings()
+    mcore: Settings = Settings(enabled=False)
 
 
 @dataclass(frozen=True)
@@ -235,18 +237,28 @@ def load_config(path: Path | None, environment: Mapping[str, str] | None = None)
     )
     counts = {f"{key}_num_gpus": _count(variables[name], name) for key, name in GPU_COUNTS.items() if variables.get(name)}
     config = replace(config, paths=paths, hardware=replace(hardware, **counts))
-    if config.parallelism.preset not in config.parallelism.presets:
-        raise ConfigError(
-            f"there is no preset {config.parallelism.preset!r}",
-            where=f"{path or 'defaults'}: parallelism.preset",
-            next_step=f"choose from {', '.join(config.parallelism.presets)}",
-        )
+    require_preset(config, f"{path or 'defaults'}: parallelism.preset")
     for name, source in (("paths.primus", PRIMUS), ("paths.megatron_deepspeed", MEGATRON_DEEPSPEED)):
         folder = getattr(paths, name.partition(".")[2])
         if folder and not expanded(folder).is_dir():
             origin = source if variables.get(source) else f"{path}: {name}"
             raise ConfigError(f"{folder!r} is not a folder", where=origin, next_step=f"correct it, or unset it: {source}=")
     return config
+
+
+def require_preset(config: Config, where: str) -> None:
+    """Raise a ConfigError if the chosen preset is not one of the presets.
+
+    Args:
+        config: the configuration.
+        where: the option or the file that names the preset.
+    """
+    if config.parallelism.preset not in config.parallelism.presets:
+        raise ConfigError(
+            f"there is no preset {config.parallelism.preset!r}",
+            where=where,
+            next_step=f"choose from {', '.join(config.parallelism.presets)}",
+        )
 
 
 def parse_config(content: bytes | str, where: str) -> Config:

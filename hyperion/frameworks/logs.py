@@ -1,7 +1,7 @@
 """Make a result from the log of Megatron-LM, Megatron-DeepSpeed or Primus, which log a line for each optimizer step.
 
-Only lines in a known format are used. A log is refused if the result would contain guessed values: if its format is unknown, a
-step is missing, or a line averages over several steps.
+Only lines in a known format are used: those that the frameworks print themselves, Primus up to 26.5. A log is refused if the
+result would contain guessed values: if its format is unknown, a step is missing, or a line averages over several steps.
 """
 
 import re
@@ -37,7 +37,14 @@ _FIELDS = {
     "rate": re.compile(rf"\blearning rate:\s*{_NUMBER}\s*\|"),
     "batch": re.compile(r"\bglobal batch size:\s*([0-9]{1,9})\s*\|"),
 }
-_MEMORY = re.compile(rf"\bhip mem usage/free/total/usage_ratio:\s*{_NUMBER}Gi?B/")
+# Read by HIP, or by rocm-smi.
+_MEMORY = re.compile(rf"\b(?:hip|rocm) mem usage/free/total/usage_ratio:\s*{_NUMBER}Gi?B/")
+# What Primus adds to the lines of Megatron-LM. The first lines, before it averages, may have nothing of it.
+# "tokens per GPU" is the name up to Primus 26.4.
+_OF_PRIMUS = re.compile(
+    r"\[rank-\d+/\d+\]|elapsed time per iteration \(ms\): *[\d.]+/|(?:hip|rocm) mem usage/"
+    r"|tokens per GPU \(tokens/s/GPU\):|tokens/s/GPU inst/harmonic mean:"
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def parse_log(text: str, where: object) -> LoggedRun:
         # Primus may write the same line to two sinks.
         if steps.setdefault(step, entry) != entry:
             raise _log_error(f"line {number} states iteration {step} again with other values", where, "give the log of one run")
-        lines.append(fields)
+        lines.append(line)
         if used := _MEMORY.search(fields):
             # Primus divides by 2^30 and prints GB, or GiB in some versions.
             memory_gb.append(float(used[1]) * (GIB / GB))
@@ -111,9 +118,17 @@ def parse_log(text: str, where: object) -> LoggedRun:
     times, losses, rates, batches = zip(*(steps[step] for step in sorted(steps)), strict=True)
     if min(times) <= 0 or len(set(batches)) != 1:
         raise _log_error("a step took no time, or the global batch size changes", where, "use a constant global batch size")
-    form = PRIMUS if all("tokens per GPU (tokens/s/GPU):" in line for line in lines) else MEGATRON
+    form = PRIMUS if any(_OF_PRIMUS.search(line) for line in lines) else MEGATRON
     form = MEGATRON_DEEPSPEED if all("consumed tokens:" in line for line in lines) else form
     return LoggedRun(form, batches[0], times, losses, rates, max(memory_gb, default=None))
+
+
+def logged_step(line: str) -> tuple[int, float | None] | None:
+    """Return (number of the step, its loss or None) if a line of a log is that of a step, else None."""
+    if not (found := _ITERATION.search(_COLOURS.sub("", line))):
+        return None
+    loss = _FIELDS["loss"].search(found[3])
+    return int(found[1]), float(loss[1]) if loss else None
 
 
 def result_of_log(path: Path, facts: RunFacts) -> Result:

@@ -31,6 +31,7 @@ TITLES = {
     "nemo": "NeMo",
     "prim": "Primus",
     "mgds": "Megatron-DeepSpeed",
+    "mcore": "megatron-core",
 }
 _ALIASES = {
     "transformers": "tran",
@@ -43,6 +44,8 @@ _ALIASES = {
     "primus": "prim",
     "megatron-deepspeed": "mgds",
     "megatron_deepspeed": "mgds",
+    "megatron-core": "mcore",
+    "megatron_core": "mcore",
 }
 EXTERNAL = {"nemo": "NeMo", "prim": "Primus", "mgds": "Megatron-DeepSpeed"}
 # (bytes of a parameter on each device, bytes that the devices divide): weights, gradients and both moments of AdamW in float32.
@@ -53,7 +56,10 @@ _STATE_BYTES = {
     "deepspeed zero-1": (8, 12),
     "deepspeed zero-2": (4, 16),
     "deepspeed zero-3": (0, 16),
+    "megatron-core": (16, 0),
 }
+# The stack that divides a model by tensor and pipeline parallelism. The other stacks are data-parallel.
+MODEL_PARALLEL = "megatron-core"
 _ROCM, _CUDA = "amd", "nvd"
 _SDMA = "HSA_ENABLE_SDMA"
 
@@ -218,7 +224,7 @@ def resolve(
     work = asdict(sizes) | {field: getattr(training, field) for field in _OPTIONS}
     rocm = {key: variables.get(key) or value for key, value in config.rocm.variables().items()} if platform == _ROCM else {}
     external = framework in EXTERNAL
-    stack = {"tran": "HF Trainer", "fsdp": "hyperion fsdp2"}.get(framework, "")
+    stack = {"tran": "HF Trainer", "fsdp": "hyperion fsdp2", "mcore": MODEL_PARALLEL}.get(framework, "")
     stack = f"deepspeed zero-{settings.zero_stage}" if framework == "deep" else stack
     command, folder, files, extra = _command(config, framework, model, devices, work, parallelism) if external else _NO_COMMAND
     # The observer reads the gradients in the first half of the steps, which takes time.
@@ -268,15 +274,18 @@ def _why_not(plan: Plan, config: Config, facts: MachineFacts, preset: Preset) ->
         return _why_no_command(plan, config, facts)
     if plan.stack not in STACKS:
         raise HyperionError(f"no framework is named {plan.stack!r}", where="hyperion/engines/stacks.py")
-    if preset != Preset():
+    if preset != Preset() and plan.stack != MODEL_PARALLEL:
         model_parallel = f"TP {preset.tensor} and PP {preset.pipeline}"
         return f"unavailable: the preset {plan.parallelism.strategy_name} needs {model_parallel}, but {title} runs data-parallel \
-here; next step: --preset identical"
+here; next step: --preset identical, or --frameworks mcore"
+    if plan.stack == MODEL_PARALLEL and plan.precision != "fp32":
+        return f"unavailable: {title} trains in fp32 only here, not {plan.precision}; next step: --precision fp32"
     if not is_tiny(plan.model):
         if platform_of(facts) != plan.platform:
             return f"unavailable: {MODELS[plan.model].title} needs a GPU of platform {plan.asked}; next step: --model tiny"
         whole, divided = _STATE_BYTES[plan.stack]
-        needed = (whole + divided / plan.devices) * MODELS[plan.model].parameters
+        replica = preset.tensor * preset.pipeline  # devices that divide a replica of the model
+        needed = (whole / replica + divided / plan.devices) * MODELS[plan.model].parameters
         if needed > (memory := facts.gpus[0].total_memory_bytes):
             return f"unavailable: weights, gradients and optimizer need {needed / 1e9:.0f} GB on each GPU, which has \
 {memory / 1e9:.0f} GB; next step: use more GPUs with a framework that shards them, or --model tiny"

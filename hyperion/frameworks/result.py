@@ -23,9 +23,11 @@ from hyperion.untrusted import read_json
 SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Number = Annotated[float, Field(ge=-1e39, le=1e39)]  # of float32
 Text = Annotated[str, Field(min_length=1, max_length=100)]
-# "mega" is Megatron-LM, whose results come only from logs.
-Framework = Literal["tran", "deep", "fsdp", "nemo", "prim", "mgds", "mega"]
+# "mega" is Megatron-LM, whose results come only from logs. "mcore" is its library, megatron-core, in this library's loop.
+Framework = Literal["tran", "deep", "fsdp", "nemo", "prim", "mgds", "mega", "mcore"]
 DEFAULT_DATASET, DEFAULT_PRECISION, UNKNOWN = "wikitext-2", "bf16", "unknown"
 PRECISIONS = ("bf16", "fp32", "tf32", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4", UNKNOWN)
 # "_" joins the parts of a file name, so no part contains it.
@@ -144,9 +146,9 @@ class Result:
     parallelism_config: Parallelism
     training_config: TrainingConfig
     performance_metrics: PerformanceMetrics
-    step_times: tuple[Positive, ...]
-    loss_values: tuple[float, ...]
-    learning_rates: tuple[float, ...]
+    step_times: tuple[Seconds, ...]
+    loss_values: tuple[Number, ...]
+    learning_rates: tuple[Number, ...]
     memory_metrics: MemoryMetrics
     versions: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)

@@ -4,9 +4,11 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,8 +17,8 @@ from pathlib import Path
 from hyperion.engines import STACKS, Record, Work, other_settings
 from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
 from hyperion.errors import HyperionError
-from hyperion.frameworks.logs import RunFacts, result_of_log
-from hyperion.frameworks.plan import Plan
+from hyperion.frameworks.logs import RunFacts, logged_step, result_of_log
+from hyperion.frameworks.plan import MODEL_PARALLEL, Plan
 from hyperion.frameworks.progress import Progress, StepReporter, append_event
 from hyperion.frameworks.result import (
     SCHEMA_VERSION,
@@ -32,7 +34,12 @@ from hyperion.frameworks.result import (
 )
 from hyperion.frameworks.shapes import build, count_parameters, count_vector_elements, is_tiny
 from hyperion.hardware import MachineFacts, detect
+from hyperion.locks import FileLock
 from hyperion.units import GB, GIB
+
+_POLL_S = 0.2  # interval at which the log of a framework that runs by its own command is read
+_LONGEST_LINE_BYTES = 1 << 16
+_WORK, _LOCK, _NEW_S = ".work-", "lock", 60.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,11 @@ def run_plans(
             else:
                 on_start(plan)
                 append_event(folder, plan, "started")
-                outcome = _train(plan, works, facts, StepReporter(plan, folder, on_progress))
+                try:
+                    outcome = _train(plan, works, facts, StepReporter(plan, folder, on_progress))
+                except KeyboardInterrupt as stop:
+                    append_event(folder, plan, "failed", reason=f"interrupted by {stop or 'SIGINT'}")
+                    raise
             if writes:
                 event, _, reason = outcome.state.partition(": ")
                 append_event(folder, plan, event, reason=reason)
@@ -103,7 +114,7 @@ def _train(plan: Plan, works: "_Works", facts: MachineFacts, on_step: StepReport
     try:
         # Delete the result of an earlier run with other settings. It must not look like the result of this run if this run fails.
         (folder / plan.file_name).unlink(missing_ok=True)
-        result = _run_command(plan, folder) if plan.command else _run_stack(plan, works, facts, on_step)
+        result = _run_command(plan, folder, on_step) if plan.command else _run_stack(plan, works, facts, on_step)
         result = replace(result, plan_sha256=plan.digest)
         write_result(result, folder)
         return Outcome(plan, "trained", result)
@@ -124,6 +135,8 @@ def _finished(plan: Plan, folder: Path) -> Result | None:
 class _Works:
     """Temporary folder with the initial state and the token file of the latest plan. Plans with equal work share both.
 
+    A runner that is killed leaves its folder, which has the size of a model. The next runner removes it.
+
     Args:
         folder: folder of the result files, whose disk has room for the initial state.
     """
@@ -131,11 +144,15 @@ class _Works:
     def __init__(self, folder: Path):
         self.folder, self._key = folder, ""
         self._temporary: tempfile.TemporaryDirectory | None = None
+        self._lock: FileLock | None = None  # held while the folder is in use
 
     def __enter__(self) -> "_Works":
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
@@ -146,17 +163,35 @@ class _Works:
         if key != self._key or self._temporary is None:
             self.__exit__()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._temporary = tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-")
+            _remove_abandoned(self.folder)
+            self._temporary = tempfile.TemporaryDirectory(dir=self.folder, prefix=_WORK)
+            self._lock = FileLock(Path(self._temporary.name) / _LOCK)
+            self._lock.acquire()
             _write_work(plan, Path(self._temporary.name))
             self._key = key
         return _work_of(plan, Path(self._temporary.name))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of runners that have ended. A runner creates its lock right after its folder."""
+    for path in folder.glob(f"{_WORK}*"):
+        lock = FileLock(path / _LOCK)
+        with contextlib.suppress(OSError):
+            new = not lock.path.exists() and time.time() - path.stat().st_mtime < _NEW_S
+            if not new and lock.acquire(wait=False):
+                lock.release()
+                shutil.rmtree(path)
 
 
 def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepReporter) -> Result:
     """Train with a framework whose run is observed."""
     work, stack = works.work_of(plan), STACKS[plan.stack]
     if plan.devices > 1:
-        stack = replace(stack, ranks=plan.devices)  # the Trainer of Hugging Face runs on any number of ranks
+        stack = replace(stack, ranks=plan.devices)  # the Trainer and megatron-core run on any number of ranks
+    if plan.stack == MODEL_PARALLEL:
+        division = plan.parallelism
+        sizes = {"tensor": division.tensor_model_parallel_size, "pipeline": division.pipeline_model_parallel_size}
+        stack = replace(stack, options=stack.options | sizes)
     with tempfile.TemporaryDirectory(dir=work.folder) as run, _logged(plan, works.folder) as log, _variables(plan):
         where = (Path(run), plan.devices, plan.timeout_s)
         record = launch(stack, work, *where, on_line=lambda line: _log(log, line), on_step=on_step)
@@ -287,7 +322,7 @@ def _work_of(plan: Plan, folder: Path) -> Work:
     )
 
 
-def _run_command(plan: Plan, folder: Path) -> Result:
+def _run_command(plan: Plan, folder: Path, on_step: StepReporter) -> Result:
     """Run a framework by its own entry point, and make the result from its log."""
     for name, content in plan.files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +334,7 @@ def _run_command(plan: Plan, folder: Path) -> Result:
             plan.command, cwd=plan.folder or None, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(plan.timeout_s)
+            code = _wait(process, Path(log.name), plan, on_step)
         except subprocess.TimeoutExpired:
             raise HyperionError(f"no end after {plan.timeout_s:g} s", where=log.name, next_step="raise timeout_s") from None
         finally:
@@ -329,6 +364,32 @@ def _run_command(plan: Plan, folder: Path) -> Result:
         what = f"the log states {stated[0]} steps of {stated[1]} rows, not {sizes['steps']} of {sizes['global_batch_size']}"
         raise HyperionError(what, where=log.name, next_step="check which options the framework accepted")
     return result
+
+
+def _wait(process: subprocess.Popen, file: Path, plan: Plan, on_step: StepReporter) -> int:
+    """Wait for the end of a process, and return its exit code. Report the steps that it writes to its log meanwhile.
+
+    Raises:
+        subprocess.TimeoutExpired: the process did not end within the time limit of the plan.
+    """
+    end_s, last, rest = time.monotonic() + plan.timeout_s, 0, b""
+    with file.open("rb") as log:
+        while True:
+            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(_POLL_S, max(0.0, end_s - time.monotonic())))
+            *lines, rest = (rest + log.read()).split(b"\n")
+            rest = rest[-_LONGEST_LINE_BYTES:]
+            for line in lines:
+                step, loss = logged_step(line.decode("utf-8", "replace")) or (0, None)
+                # Primus may write a line twice.
+                if last < step <= plan.work["steps"]:
+                    last = step
+                    on_step(step, loss)
+            if code is not None:
+                return code
+            if time.monotonic() >= end_s:
+                raise subprocess.TimeoutExpired(plan.command, plan.timeout_s)
 
 
 @contextlib.contextmanager

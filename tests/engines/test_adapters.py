@@ -3,19 +3,28 @@
 Frameworks in an environment of their own are tested where it is installed: `hyperion frameworks install --all`.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hyperion.engines import STACKS, Record, megatron_core, plain, unequal
 from hyperion.engines.launch import launch, train_on_rank
 from hyperion.engines.observer import Observer
+from hyperion.engines.work import Work, write_work_folder
 from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks.works import differing_tensors
+from hyperion.frameworks.shapes import transformers_config
+from hyperion.models.llama import LlamaShape
+from hyperion.parallel.megatron.layouts import MegatronLayout
+from hyperion.parallel.megatron.release import use_adapted
 from hyperion.processes import Job, process_group
+from hyperion.processes.isolated import IsolatedProcess
 
 pytestmark = pytest.mark.slow
 # Some 20 rounding errors of a loss of about ln 64.
@@ -81,28 +90,39 @@ def train_all(stacks: dict[str, dict]) -> dict:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(standing_ranks, tiny_work, tmp_path_factory) -> dict[str, Record]:
-    work, stacks = replace(tiny_work, micro_batches=1), {}
-    for name in TWO_RANKS:
+def on_two_ranks(standing_ranks, tiny_work, tmp_path_factory) -> dict[tuple[str, int], Record]:
+    """The record of each framework, by its name and the number of micro-batches of a rank."""
+    places, stacks = [(name, parts) for parts in (1, 2) for name in TWO_RANKS], {}
+    for name, parts in places:
         stack, folder = STACKS[name], tmp_path_factory.mktemp(name.replace(" ", "-"))
-        stacks[name] = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
-        stacks[name] |= {"work": work.as_dict(), "options": stack.options}
+        values = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
+        work = replace(tiny_work, micro_batches=parts)
+        stacks[f"{name} {parts}"] = values | {"work": work.as_dict(), "options": stack.options}
     answer = standing_ranks.run(Job(train_all, {"stacks": stacks}, ranks=2))[0]
-    return {name: Record.of(values) for name, values in answer.items()}
+    return {(name, parts): Record.of(answer[f"{name} {parts}"]) for name, parts in places}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_the_trainer_and_the_engine_of_this_library_on_two_ranks(name, on_two_ranks, tiny_work, reference, tmp_path):
-    record = on_two_ranks[name]
+    record = on_two_ranks[name, 1]
     if name == "HF Trainer":
-        record.reduced.pop("int32")  # the Trainer lets DDP look for unused parameters, which reduces flags
+        record.reduced.pop("int32", None)  # the Trainer lets DDP look for unused parameters, which reduces flags
     assert_equal_work(replace(tiny_work, micro_batches=1), record, reference)
     assert record.ranks == 2 and record.reduced["float32"] >= sum(group.elements for group in record.groups)
     if (how := TWO_RANKS[name]) is not None:
         assert tiny_work.micro_batches == 2
         parts = Record.of(plain.train(tiny_work, Observer(tiny_work, "two micro-batches", (), tmp_path), **how))
         assert differing_tensors(record, parts) == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_gradients_of_accumulated_micro_batches_are_reduced_once(name, on_two_ranks, tiny_work, reference):
+    once, parts = on_two_ranks[name, 1], on_two_ranks[name, 2]
+    assert parts.reduced["float32"] == pytest.approx(once.reduced["float32"], rel=0.01)  # all but the loss and the norm
+    parts.reduced.pop("int32", None)
+    assert_equal_work(tiny_work, parts, reference)
 
 
 @pytest.mark.process
@@ -136,9 +156,90 @@ def broken_mpi4py(folder: Path) -> Path:
     return folder
 
 
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192}
+# The table of layouts in the documents, and their presets, have up to four ranks for each matrix, and two for two stages.
+FOUR_RANKS = {"TP 4": {"tensor": 4}, "TP 2 + PP 2": {"tensor": 2, "pipeline": 2}}
+
+
+@pytest.fixture(scope="module")
+def llama_of_four_heads(tmp_path_factory) -> Work:
+    """20 steps of 8 rows. The Llama has four key-value heads, so that each of four ranks has one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder, steps, length = tmp_path_factory.mktemp("four-heads"), 20, 16
+    torch.manual_seed(0)
+    shape = LlamaShape(64, 2, 8, 4, 128, 64)
+    model = LlamaForCausalLM(LlamaConfig(**asdict(shape), initializer_range=64**-0.5, bos_token_id=None, eos_token_id=None))
+    write_work_folder(folder, model, np.random.default_rng(0).integers(0, 64, (8 * steps, length + 1)))
+    return Work(str(folder), steps, 8, length, micro_batches=2)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("layout", FOUR_RANKS)
+def test_megatron_core_on_four_ranks_trains_like_the_plain_loop(layout, llama_of_four_heads, tmp_path):
+    stack = replace(STACKS["megatron-core"], ranks=4, options=FOUR_RANKS[layout])
+    if reason := stack.why_absent():
+        pytest.skip(reason)
+    work = llama_of_four_heads
+    expected = Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path / "plain")))
+    record = launch(stack, work, tmp_path / "four")
+    assert_equal_work(work, record, expected, 1e-5)  # the bar is 1e-4
+    assert record.ranks == 4 and record.counted_tokens == 20 * 8 * 16
+    assert record.norms == pytest.approx(expected.norms, rel=1e-5) and record.losses[-1] < record.losses[0]
+
+
 def test_megatron_core_refuses_bf16_because_its_masters_would_start_from_rounded_weights(tiny_work, tmp_path):
     work = replace(tiny_work, dtype="bf16")
     with process_group():
         observer = Observer(work, "megatron-core", (), tmp_path)
         with pytest.raises(HyperionError, match="in fp32 only"):
             megatron_core.train(work, observer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"tie_word_embeddings": True}, "tied embeddings"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"head_dim": 32}, "heads of another width"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"rope_parameters": LLAMA_3 | {"low_freq_factor": 2.0}}, "other values of rope_type 'llama3'"),
+    ],
+)
+def test_megatron_core_refuses_a_model_that_it_would_train_as_another_one(changes, said, tiny_work):
+    config = tiny_work.config()
+    assert megatron_core._translated(config)[1:] == (config["rope_parameters"]["rope_theta"], None)
+    assert megatron_core._translated(config | {"rope_parameters": LLAMA_3})[1:] == (5e5, 8.0)
+    with pytest.raises(HyperionError, match="does not translate to megatron-core") as error:
+        megatron_core._translated(config | changes)
+    assert said in error.value.what
+
+
+def rotary_frequencies(config: dict) -> list[float]:
+    """The frequencies of megatron-core's rotary embedding for a config.json of transformers."""
+    use_adapted()
+    from hyperion.parallel.megatron import gpt
+
+    shape, theta, factor = megatron_core._translated(config)
+    layout = MegatronLayout()
+    with process_group(), gpt.model_parallel(layout):
+        return gpt.build_gpt(shape, layout, 8, 1e-5, theta, factor).rotary_pos_emb.inv_freq.tolist()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("model", ["llama_tiny", "qwen_tiny"])
+def test_rotary_frequencies_are_those_of_transformers(model):
+    """Training cannot show this: at a few positions, the scaled frequencies of Llama 3.1 have angles of almost zero."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    if reason := STACKS["megatron-core"].why_absent():
+        pytest.skip(reason)
+    config = transformers_config(model)
+    with IsolatedProcess(timeout_s=120) as process:
+        found = process.run(partial(rotary_frequencies, config.to_dict()))
+    expected = LlamaRotaryEmbedding(config).inv_freq.tolist()  # type: ignore[arg-type]  # Qwen2 has the same embedding
+    assert found == pytest.approx(expected, rel=1e-6) and len(found) == len(expected)

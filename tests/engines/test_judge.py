@@ -1,5 +1,6 @@
 """The judge names every planted unfairness, and accepts equal work."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,49 @@ def test_other_implementations_of_the_optimizer_are_equal_and_other_algorithms_a
     record = replace(reference, groups=[replace(group, **changes) for group in reference.groups])
     found = [str(difference) for difference in unequal(tiny_work, record, reference)]
     assert found == ([] if seen is None else [f"optimizer: {seen} instead of AdamW"])
+
+
+# Optimizers of PyTorch that can update every tensor of a Llama without a closure, by the options that they need.
+OPTIMIZERS: dict[str, dict] = {
+    "SGD": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adafactor": {},  # eps is a pair, and there are no betas
+    "RMSprop": {},
+    "Rprop": {"weight_decay": False},
+    "ASGD": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adam": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_other_optimizer_is_named_and_none_ends_the_run(name, tiny_work, tmp_path, reference, monkeypatch):
+    def other(work: Work, model, **how) -> torch.optim.Optimizer:
+        groups = work.parameter_groups(model)
+        if OPTIMIZERS[name].get("weight_decay") is False:
+            groups = [{"params": group["params"]} for group in groups]
+        return getattr(torch.optim, name)(groups, lr=work.learning_rate)
+
+    monkeypatch.setattr(Work, "adamw", other)
+    record = Record.of(json.loads(json.dumps(observed(tiny_work, tmp_path, plain.train).as_dict())))
+    assert record.optimizer_steps == tiny_work.steps
+    found = {difference.name: difference for difference in unequal(tiny_work, record, reference)}
+    assert found["optimizer"].seen.startswith("torch.optim.") and f".{name}" in found["optimizer"].seen
+    assert found["optimizer"].expected == "AdamW"
+    assert set(found) <= {"optimizer", "betas", "eps", "weight decay"}  # options that the other optimizer has with other values
+
+
+def test_an_optimizer_that_computes_its_own_rate_is_named(tiny_work, tmp_path, reference, monkeypatch):
+    from transformers.optimization import Adafactor
+
+    monkeypatch.setattr(Work, "adamw", lambda work, model: Adafactor(work.parameter_groups(model)))  # its rate is None
+    record = observed(tiny_work, tmp_path, plain.train)
+    named = {difference.name: str(difference) for difference in unequal(tiny_work, record, reference)}
+    assert named["optimizer"] == "optimizer: transformers.optimization.Adafactor instead of AdamW"
+    assert {group.learning_rates for group in record.groups} == {()} and {group.betas for group in record.groups} == {()}
 
 
 def test_a_norm_that_was_not_measured_in_a_later_step_is_no_difference(tiny_work, reference):

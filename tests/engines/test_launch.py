@@ -3,8 +3,10 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -150,6 +152,34 @@ def test_the_steps_of_a_run_are_reported(tiny_work, tmp_path, monkeypatch):
     steps = []
     launch(stack_named("accelerate"), tiny_work, tmp_path, on_step=lambda step, loss: steps.append((step, str(loss))))
     assert steps == [(1, "5.25"), (2, "None"), (3, "nan")]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: "),
+        (b"text", "cannot be read: "),
+        (np.array([{}], dtype=object), "cannot be read: "),
+        (np.arange(10), r"has the shape \[10\]"),
+        (np.zeros((4, 17)), "dtype float64, not rows of integers"),
+        (np.zeros((4, 1), np.int64), r"has the shape \[4, 1\]"),
+    ],
+)
+def test_a_token_file_that_cannot_be_used_is_refused(content, said, tmp_path):
+    if isinstance(content, bytes):
+        (tmp_path / "tokens.npy").write_bytes(content)
+    elif content is not None:
+        np.save(tmp_path / "tokens.npy", content, allow_pickle=True)
+    with pytest.raises(HyperionError, match=said) as error:
+        CliRunner().invoke(app, ["train", "plain loop", "--work", str(tmp_path)], catch_exceptions=False)
+    assert error.value.where == tmp_path / "tokens.npy" and error.value.next_step
+
+
+def test_a_number_format_that_no_adapter_knows_is_refused(tiny_work, tmp_path):
+    """All of them would train in float32 under its name."""
+    with pytest.raises(HyperionError, match="the number format of the work is 'fp16'"):
+        replace(tiny_work, dtype="fp16")
+    assert command("train", "plain loop", *options(tiny_work, tmp_path), "--dtype", "fp16").exit_code == 2
 
 
 def test_unknown_names_are_listed(tiny_work, tmp_path):

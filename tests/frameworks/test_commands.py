@@ -4,21 +4,27 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from hyperion.cli import main
 from hyperion.commands.frameworks import app
+from hyperion.engines import STACKS
 from hyperion.errors import HyperionError
+from hyperion.frameworks import capabilities
 from hyperion.frameworks import config as configs
 from hyperion.frameworks.config import GPU_COUNTS, MEGATRON_DEEPSPEED, OUTPUT, PRIMUS
 from hyperion.frameworks.progress import EVENTS, read_events
 from hyperion.frameworks.result import read_result, write_result
+from hyperion.locks import file_lock
 from tests.frameworks.results import result
 
 FOLDER = Path(__file__).resolve().parents[2] / "phase2_development/frameworks"
@@ -63,6 +69,13 @@ def test_frameworks_and_its_precedence(monkeypatch):
     monkeypatch.setenv("FRAMEWORKS", "foo")
     with pytest.raises(HyperionError, match="'foo'"):
         CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def test_an_unknown_preset_and_too_many_steps_are_refused():
+    with pytest.raises(HyperionError, match="there is no preset 'fastest'") as error:
+        CliRunner().invoke(app, ["run", "--preset", "fastest", "--dry-run"], catch_exceptions=False)
+    assert error.value.where == "--preset" and "balanced" in (error.value.next_step or "")
+    assert command("run", "--dry-run", "--steps", "1000001").exit_code == 2
 
 
 def test_list_names_the_combinations_and_why_one_is_unavailable():
@@ -164,8 +177,32 @@ def test_the_capability_matrix_has_no_adjectives(tmp_path):
     assert done.exit_code == 0, done.output
     table = {line.split("│")[1].strip(): line for line in done.output.splitlines() if line.startswith("│")}
     cells = [cell.strip() for cell in table["tran"].split("│")[1:-1]]
-    assert cells[:4] == ["tran", "yes", "amd, nvd", "yes"] and cells[-2:] == ["32,785 (amd llama)", "100.00"]
+    assert cells[:4] == ["tran", "yes", "amd, nvd", "ran"] and cells[-2:] == ["32,785 (amd", "100.00"]
+    assert "llama)" in done.output  # the next line of the cell
     assert {cell.strip() for cell in table["prim"].split("│")[4:8]} <= {"?", "-"}
+
+
+def test_a_capability_ran_only_if_a_result_shows_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(capabilities, "_probe", lambda python, sources, wanted: dict.fromkeys(wanted, True))
+
+    def cells_of(code: str) -> dict[str, str]:
+        headings, rows = capabilities.capability_rows(configs.Config(), tmp_path)
+        (row,) = [row for row in rows if row[0] == code]
+        return dict(zip(headings, row, strict=True))
+
+    assert cells_of("fsdp") | {"data parallel": "yes", "sharded state": "yes", "tensor parallel": "-"} == cells_of("fsdp")
+    one_rank: dict = {"num_gpus": 1, "gradient_accumulation_steps": 64, "parallel_strategy": "hyperion fsdp2"}
+    write_result(result(framework="fsdp", **one_rank), tmp_path)
+    assert cells_of("fsdp")["sharded state"] == "yes"  # one rank divides nothing
+    write_result(result(framework="fsdp", parallel_strategy="hyperion fsdp2"), tmp_path)
+    assert {name for name, cell in cells_of("fsdp").items() if cell == "ran"} == {"data parallel", "sharded state"}
+    divided = result(framework="mgds")
+    division = replace(divided.parallelism_config, tensor_model_parallel_size=2, data_parallel_size=2)
+    division = replace(division, pipeline_model_parallel_size=2, gradient_accumulation_steps=32)
+    training = replace(divided.training_config, gradient_accumulation_steps=32)
+    write_result(replace(divided, parallelism_config=division, training_config=training), tmp_path)
+    ran = {name for name, cell in cells_of("mgds").items() if cell == "ran"}
+    assert ran == {"data parallel", "tensor parallel", "pipeline parallel"}  # also if the framework is no longer installed
 
 
 def documented() -> list[str]:
@@ -273,3 +310,83 @@ def test_train_amd_then_compare(called, tmp_path):
     write_result(replace(trained, framework="tran"), tmp_path)
     code, output, _ = called("compare.py", CONFIG_OUTPUT_DIR=str(tmp_path))
     assert code == 0 and "not ranked" in output and (tmp_path / "compare.png").is_file()
+
+
+@pytest.mark.process
+def test_a_framework_that_is_killed_midway_is_named_and_repeated_alone_and_the_results_are_compared(mirror, tmp_path):
+    """On two ranks and real text: FSDP2 is killed, the Trainer and DeepSpeed finish, and a second call repeats FSDP2 only."""
+    arguments = ("--model", "llama", "--model", "tiny", "--steps", "60", "--precision", "fp32")
+    variables = {"FRAMEWORKS": "fsdp,tran,deepspeed", OUTPUT: str(tmp_path), "PYTHON": sys.executable}
+    absent = STACKS["deepspeed zero-3"].why_absent()
+    words = ["bash", str(FOLDER / "train_amd.sh"), *arguments]
+    with subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        kill_a_rank_after_its_first_step(run.pid, tmp_path / EVENTS)
+        output = run.communicate(timeout=300)[0]
+    assert run.returncode == 1 and "1 of 3 combinations failed: fsdp llama_tiny" in output, output
+    finished = {"tran"} if absent else {"tran", "deep"}
+    assert {read_result(file).framework for file in tmp_path.glob("*.json")} == finished
+    events = [(event.framework, event.event) for event in read_events(tmp_path / EVENTS) if event.event != "progress"]
+    rest = [("deep", "unavailable")] if absent else [("deep", "started"), ("deep", "trained")]
+    assert events == [("fsdp", "started"), ("fsdp", "failed"), ("tran", "started"), ("tran", "trained"), *rest]
+    assert "SIGKILL" in next(event.reason for event in read_events(tmp_path / EVENTS) if event.event == "failed")
+
+    done = script("train_amd.sh", *arguments, **variables)
+    assert done.returncode == 0 and "no combination failed" in done.stdout, done.stdout + done.stderr
+    again = [(event.framework, event.event) for event in read_events(tmp_path / EVENTS) if event.event != "progress"]
+    assert again[len(events) :][:3] == [("fsdp", "started"), ("fsdp", "trained"), ("tran", "finished before")]
+    results = {(one := read_result(file)).framework: one for file in tmp_path.glob("*.json")}
+    assert set(results) == {"fsdp", *finished}
+    for one in results.values():  # real packed tokens, on which the loss falls, in steps of 16 rows from two ranks
+        assert one.dataset == "wikitext-2" and one.loss_values[-1] < one.loss_values[0] - 0.5
+        assert (one.training_config.num_gpus, one.training_config.gradient_accumulation_steps) == (2, 4)
+        assert one.loss_values == pytest.approx(results["fsdp"].loss_values, abs=1e-4)
+        assert one.performance_metrics.tokens_per_second == pytest.approx(16 * 32 * 30 / sum(one.timed_s))
+    done = script("compare.py", CONFIG_OUTPUT_DIR=str(tmp_path))
+    assert done.returncode == 0 and len(re.findall(r"as fast as|tie:", done.stdout)) == len(results) - 1, done.stdout
+
+
+def wait_for_the_first_step(events: Path) -> None:
+    end_s = time.monotonic() + 120
+    while not (events.is_file() and '"progress"' in events.read_text()):
+        assert time.monotonic() < end_s, "no step was reported"
+        time.sleep(0.05)
+
+
+def kill_a_rank_after_its_first_step(runner: int, events: Path) -> None:
+    """Send SIGKILL to a rank of the framework that a runner trains."""
+    wait_for_the_first_step(events)
+    children = psutil.Process(runner).children(recursive=True)
+    ranks = [child for child in children if child.environ().get("LOCAL_RANK")]
+    ranks[-1].kill()
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_runner_and_not_only_the_framework_that_trains(tmp_path):
+    """A batch system sends it. A folder that a killed runner left is removed, and one that another runner uses is not."""
+    (tmp_path / ".work-of-a-dead-runner").mkdir()
+    os.utime(tmp_path / ".work-of-a-dead-runner", (0, 0))
+    (tmp_path / ".work-in-use").mkdir()
+    words = [
+        "bash",
+        str(FOLDER / "train_amd.sh"),
+        "--model",
+        "llama",
+        "--model",
+        "tiny",
+        "--steps",
+        "2000",
+        "--dataset",
+        "synthetic",
+    ]
+    variables = {"FRAMEWORKS": "tran,fsdp", OUTPUT: str(tmp_path), "PYTHON": sys.executable}
+    with (
+        file_lock(tmp_path / ".work-in-use" / "lock"),
+        subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run,
+    ):
+        wait_for_the_first_step(tmp_path / EVENTS)
+        run.send_signal(signal.SIGTERM)
+        output = run.communicate(timeout=60)[0]
+    assert run.returncode == 143 and "stopped by SIGTERM: 2 of 2 combinations have no outcome" in output, output
+    last = read_events(tmp_path / EVENTS)[-1]
+    assert (last.framework, last.event, last.reason) == ("tran", "failed", "interrupted by SIGTERM")
+    assert [path.name for path in tmp_path.glob(".work-*")] == [".work-in-use"] and not list(tmp_path.glob("*.json"))

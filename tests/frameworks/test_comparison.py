@@ -162,6 +162,14 @@ def test_report_and_picture_show_every_combination():
     assert draw(comparison, 60) == draw(comparison, 60)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_picture_can_be_drawn_whatever_the_texts_of_a_file_contain():
+    odd = result(framework="deep", optimizer="$\\frac{a$ {x}")
+    odd = replace(odd, gpu_info=replace(odd.gpu_info, device_name="\x1b[31m$\\frac{$" + 1000 * "G"))
+    comparison = compare_results([result(), odd], force=True)
+    assert Image.open(io.BytesIO(draw(comparison, 60))).width == 12 * 60
+
+
 def test_the_price_of_tokens_is_that_of_a_hand_calculation():
     # Steps of 64 x 2048 tokens on 8 GPUs take 0.495, 0.505, 0.495, … s. With 0.5 s, these are 943.7184 million tokens per hour.
     # 8 GPUs cost 16 per hour, and 16 / 943.7184 = 0.016954. 0.495 s give 0.99 of this, 0.0167847, and 0.505 s 1.01, 0.017124.

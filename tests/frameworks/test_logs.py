@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperion.frameworks.logs import MEGATRON, MEGATRON_DEEPSPEED, PRIMUS, LoggedRun, RunFacts, parse_log, result_of_log
+from hyperion.frameworks.logs import (
+    MEGATRON,
+    MEGATRON_DEEPSPEED,
+    PRIMUS,
+    LoggedRun,
+    RunFacts,
+    logged_step,
+    parse_log,
+    result_of_log,
+)
 from hyperion.frameworks.result import ResultError, read_result, write_result
 
 LOGS = Path(__file__).parent / "logs"
@@ -27,6 +36,20 @@ def test_a_log_of_primus():
     assert run == LoggedRun(
         PRIMUS, 128, (22.8134, 4.7125, 4.6875), (11.89573, 11.89001, 11.66420), (5e-6, 1e-5, 9.99e-6), 118.25 * GB
     )
+
+
+def test_a_log_of_a_later_primus_whose_first_lines_are_those_of_megatron():
+    """Primus prints averages only after some steps, and 26.5 gave the rates other names."""
+    text = TEXTS["primus_26.5"]
+    expected = (30.125, 4.75, 4.7005, 4.65), (11.89573, 11.89001, 11.66420, 11.5), (5e-6, 1e-5, 9.99e-6, 9.97e-6)
+    assert parse_log(text, "log") == LoggedRun(PRIMUS, 128, *expected, 102.25 * GB)
+    steps = [found for line in text.splitlines() if (found := logged_step(line))]
+    assert steps == [(1, 11.89573), (2, 11.89001), (3, 11.6642), (4, 11.5)]
+
+
+def test_a_line_of_another_kind_is_no_step():
+    assert logged_step("[NODE-0(node)] [INFO] iteration 1 of 3") is None
+    assert logged_step(" iteration        7/       9 | consumed samples: 7 | lm loss: nan |") == (7, None)
 
 
 def test_primus_prints_gib_as_gb_or_as_gib():

@@ -25,11 +25,12 @@ def planned(framework="tran", model="llama", asked="amd", facts=None, config=Non
 @pytest.mark.parametrize(
     ("names", "codes"),
     [
+        ("megatron-core", ["mcore"]),
         ("tran,deep", ["tran", "deep"]),
         ("Transformers, DEEPSPEED ,fsdp2", ["tran", "deep", "fsdp"]),
         (["deep", "primus,deepspeed"], ["deep", "prim"]),
         ("megatron-deepspeed", ["mgds"]),
-        ("", list(TITLES)),
+        ("", ["tran", "deep", "fsdp", "nemo", "prim", "mgds"]),
     ],
 )
 def test_frameworks_are_selected_by_code_or_alias(names, codes):
@@ -165,9 +166,18 @@ def test_the_label_is_that_of_the_stack_that_runs():
     assert all(planned(code).stack in STACKS for code in TITLES if code not in EXTERNAL)
 
 
-def test_a_preset_with_model_parallelism_is_not_run_by_a_data_parallel_stack():
+def test_a_preset_with_model_parallelism_is_not_run_by_a_data_parallel_stack(monkeypatch):
+    monkeypatch.setattr("hyperion.engines.stacks.why_not_installed", lambda name: "")
     config = Config(parallelism=Strategy("memory_opt"))
-    assert "needs TP 2 and PP 2" in planned("fsdp", config=config).reason
+    reason = planned("fsdp", config=config).reason
+    assert "needs TP 2 and PP 2" in reason and "--frameworks mcore" in reason
+    assert "trains in fp32 only here, not bf16; next step: --precision fp32" in planned("mcore", config=config).reason
+    config = replace(config, training=replace(config.training, precision="fp32"))
+    assert planned("mcore", config=config).reason == ""
+    # Weights, gradients and moments in float32 are 16 bytes for each of 8.03 · 10^9 parameters, divided by TP 2 · PP 2.
+    small, large = (machine("amd", 8, memory * 10**9) for memory in (31, 33))
+    assert "need 32 GB on each GPU, which has 31 GB" in planned("mcore", config=config, facts=small).reason
+    assert planned("mcore", config=config, facts=large).reason == ""
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -87,6 +87,8 @@ def test_names_never_collide():
         (("schema_version",), 2, "schema_version"),
         (("framework",), "megatron", "framework"),
         (("step_times", 3), -1.0, "step_times"),
+        (("step_times", 3), 1e300, "step_times"),
+        (("loss_values", 3), -1e308, "loss_values"),
         (("memory",), {}, "unknown field"),
         (("dataset",), "x/../../pwned", "dataset must consist of"),
         (("dataset",), ".hidden", "dataset must consist of"),

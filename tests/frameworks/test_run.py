@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.engines import plain
 from hyperion.engines.launch import train_on_rank
+from hyperion.engines.observer import Observer
 from hyperion.engines.record import Group, Record
 from hyperion.frameworks import run as runs
-from hyperion.frameworks.config import Config, Paths
+from hyperion.frameworks.config import Config, Paths, Strategy
+from hyperion.frameworks.parallelism import PRESETS
 from hyperion.frameworks.plan import Plan, resolve
-from hyperion.frameworks.progress import EVENTS, read_events
+from hyperion.frameworks.progress import EVENTS, Progress, read_events
 from hyperion.frameworks.result import read_result
 from hyperion.frameworks.run import exit_code, log_file, run_plans
 from hyperion.processes import JobError, process_group
@@ -246,6 +249,26 @@ def test_primus_runs_by_its_own_entry_point_and_its_log_becomes_a_result(tmp_pat
 
 
 @pytest.mark.process
+def test_the_steps_that_a_framework_logs_are_reported_while_it_runs(tmp_path, monkeypatch):
+    """The script ends only after its first step was reported. Its log has a line twice, and one that is written in two parts."""
+    monkeypatch.setattr(runs, "_POLL_S", 0.01)
+    reported, seen = tmp_path / "reported", []
+    head, tail = f"head -c 900 {LOG}", f"tail -c +901 {LOG}"  # cut inside the line of step 2
+    script = f"{head}; until test -f {reported}; do sleep 0.01; done; {tail}\n"
+
+    def on_progress(plan: Plan, progress: Progress) -> None:
+        seen.append((progress.step, progress.steps, progress.loss))
+        reported.touch()
+
+    limited = replace(primus(tmp_path, script), timeout_s=60.0)
+    (outcome,) = run_plans([limited], tmp_path / "out", machine("amd", 8), on_progress=on_progress)
+    assert outcome.state == "trained"
+    assert seen == [(1, 3, 11.89573), (2, 3, 11.89001), (3, 3, 11.66420)]
+    events = read_events(tmp_path / "out" / EVENTS)
+    assert [(event.event, event.step) for event in events][:2] == [("started", None), ("progress", 1)]
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("script", "steps", "said"),
     [
@@ -290,3 +313,37 @@ def test_the_trainer_and_fsdp_train_the_same_work(model, precision, tolerance, t
     assert one.training_config.initial_state_sha256 == other.training_config.initial_state_sha256
     assert one.training_config.row_order_sha256 == other.training_config.row_order_sha256
     assert not list(tmp_path.glob(".work*"))
+
+
+# The presets of NVIDIA GPUs: the model, TP and PP. Qwen2.5 has biases of queries, keys and values.
+PRESETS_ON = {
+    "identical": ("llama_tiny", 1, 1),
+    "max_perf": ("qwen_tiny", 2, 1),
+    "memory_opt": ("llama_tiny", 2, 2),
+    "minimal_comm": ("qwen_tiny", 1, 2),
+    "balanced": ("llama_tiny", 2, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_preset_trains_a_tiny_model_like_the_plain_loop(preset, tmp_path):
+    model, tensor, pipeline = PRESETS_ON[preset]
+    config = Config(training=replace(Config().training, steps=3, precision="fp32"), dataset="synthetic")
+    config = replace(config, parallelism=Strategy(preset), hardware=replace(config.hardware, cpu_ranks=max(2, tensor * pipeline)))
+    chosen = resolve(config, "mcore", model, "nvd", CPU, environment={})
+    if chosen.reason:
+        pytest.skip(chosen.reason)
+    (outcome,) = run_plans([chosen], tmp_path, CPU)
+    assert outcome.state == "trained"
+    found = read_result(tmp_path / chosen.file_name)
+    division = found.parallelism_config
+    assert (division.tensor_model_parallel_size, division.pipeline_model_parallel_size) == (tensor, pipeline)
+    assert found.versions["megatron.core"] and found.training_config.parallel_strategy == "megatron-core"
+    assert tensor * pipeline * division.data_parallel_size == found.training_config.num_gpus == chosen.devices
+    with runs._Works(tmp_path) as works:
+        work = works.work_of(chosen)
+        expected = Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path / "plain")))
+    assert found.loss_values == pytest.approx(tuple(expected.losses), abs=1e-5)
+    assert found.training_config.initial_state_sha256 == expected.initial_sha256

@@ -30,7 +30,9 @@ def planted_unfairness(material: Material) -> Figure | None:
     figure, (axes,) = new_figure(TITLES["planted_unfairness"], material.machine("planted_unfairness"), 1, height=5.6)
     rows.sort(key=lambda row: not_none(row.value))
     _draw_differences(axes, rows, "largest difference of a loss from the clean run (nats)")
-    add_notes(figure, ["The judge names each of them from what it reads in the run, also those at the left, which losses hide."])
+    named = [row for row in material.of("planted_unfairness") if row.params.get("expected")]
+    right = f"The judge named {sum(row.value is not None for row in named)} of {len(named)} unfairnesses correctly"
+    add_notes(figure, [f"{right}. Losses hide those at the left. The clean twin has none."] if named else [])
     return figure
 
 

@@ -191,7 +191,7 @@ def as_measured(record: Record) -> dict[str, Any]:
         "optimizer": sorted({group.optimizer for group in record.groups}),
         "learning_rates": sorted({rate for group in record.groups for rate in group.learning_rates}),
         "betas": sorted({beta for group in record.groups for beta in group.betas}),
-        "eps": sorted({group.eps for group in record.groups}),
+        "eps": sorted({group.eps for group in record.groups if group.eps is not None}),
         "weight_decay": sorted({group.weight_decay for group in record.groups}),
         "decayed_elements": round(sum(group.elements for group in decayed)),
         "other_elements": round(sum(group.elements for group in record.groups if not group.weight_decay)),

@@ -52,7 +52,13 @@ def model_parallel(layout: MegatronLayout) -> Iterator[None]:
 
 
 def build_gpt(
-    shape: LlamaShape, layout: MegatronLayout, length: int, norm_epsilon: float = 1e-6, rope_theta: float = 1e4
+    shape: LlamaShape,
+    layout: MegatronLayout,
+    length: int,
+    norm_epsilon: float = 1e-6,
+    rope_theta: float = 1e4,
+    rope_factor: float | None = None,
+    qkv_bias: bool = False,
 ) -> GPTModel:
     """Return this rank's part of a GPTModel with the architecture of a Llama, in float32. It uses no fused kernels.
 
@@ -62,6 +68,8 @@ def build_gpt(
         length: largest number of tokens in a sequence.
         norm_epsilon: epsilon of the norms.
         rope_theta: base of the angles of the rotary embedding.
+        rope_factor: factor by which the low frequencies of the rotary embedding are divided, as in Llama 3.1, or None.
+        qkv_bias: whether queries, keys and values have biases, as in Qwen2.
     """
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
@@ -74,6 +82,7 @@ def build_gpt(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # The fused kernels are CUDA extensions or compiled functions.
@@ -104,6 +113,8 @@ def build_gpt(
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
         rotary_base=rope_theta,
+        rope_scaling=rope_factor is not None,
+        rope_scaling_factor=rope_factor or 1.0,
     )
 
 

@@ -40,7 +40,7 @@ class MegatronLayout:
 
 
 def rank_parameters(shape: LlamaShape, layout: MegatronLayout, stage: int) -> float:
-    """Return the number of parameters of a rank.
+    """Return the number of parameters of a rank of a Llama without biases.
 
     Args:
         shape: shape of the Llama, with untied embeddings.
@@ -65,8 +65,8 @@ def rank_state_bytes(shape: LlamaShape, layout: MegatronLayout, stage: int, rank
     return rank_parameters(shape, layout, stage) * (4 + 4 + 8 * share)
 
 
-def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> Tensor:
-    """Return the weights of queries, keys and values as one matrix, in the order of megatron-core.
+def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int, kind: str = "weight") -> Tensor:
+    """Return the weights of queries, keys and values as one matrix, or their biases as one vector, in megatron-core's order.
 
     The rows are grouped by key-value head: first the rows of its query heads, then those of its key, then those of its value. If
     the rows are divided among ranks, each rank therefore gets whole heads.
@@ -75,8 +75,9 @@ def interleaved_qkv(weights: Mapping[str, Tensor], prefix: str, groups: int) -> 
         weights: the state dict of a LlamaForCausalLM.
         prefix: prefix of the names, such as "model.layers.0.self_attn.".
         groups: number of key-value heads.
+        kind: "weight" or "bias".
     """
-    parts = [weights[f"{prefix}{name}_proj.weight"].chunk(groups) for name in ("q", "k", "v")]
+    parts = [weights[f"{prefix}{name}_proj.{kind}"].chunk(groups) for name in ("q", "k", "v")]
     return torch.cat([torch.cat(group) for group in zip(*parts, strict=True)])
 
 
@@ -86,7 +87,7 @@ def rank_weights(
     """Return a rank's part of the weights of a Llama, as a dict with megatron-core's names.
 
     Args:
-        weights: the state dict of a LlamaForCausalLM.
+        weights: the state dict of a LlamaForCausalLM, or of a Qwen2ForCausalLM, which has biases of queries, keys and values.
         shape: shape of the Llama, with untied embeddings.
         layout: layout of the ranks.
         stage: stage of the rank, from 0.
@@ -103,9 +104,10 @@ def rank_weights(
     for local, of in enumerate(_stage_prefixes(shape, layout, stage)):
         to = f"decoder.layers.{local}."
         part[to + "input_layernorm.weight"] = weights[of + "input_layernorm.weight"]
-        part[to + "self_attention.linear_qkv.weight"] = rows(
-            interleaved_qkv(weights, of + "self_attn.", shape.num_key_value_heads)
-        )
+        for kind in ("weight", "bias"):
+            if f"{of}self_attn.q_proj.{kind}" in weights:
+                qkv = interleaved_qkv(weights, of + "self_attn.", shape.num_key_value_heads, kind)
+                part[f"{to}self_attention.linear_qkv.{kind}"] = rows(qkv)
         part[to + "self_attention.linear_proj.weight"] = columns(weights[of + "self_attn.o_proj.weight"])
         part[to + "pre_mlp_layernorm.weight"] = weights[of + "post_attention_layernorm.weight"]
         # linear_fc1 contains the rank's part of the gate projection, followed by its part of the up projection.
@@ -142,11 +144,14 @@ def joined_weights(
         for local, to in enumerate(_stage_prefixes(shape, layout, stage)):
             of = f"decoder.layers.{local}."
             weights[to + "input_layernorm.weight"] = ranks[0][of + "input_layernorm.weight"]
-            qkv = rows(of + "self_attention.linear_qkv.weight")
             queries = shape.num_attention_heads // shape.num_key_value_heads
-            group = qkv.view(shape.num_key_value_heads, queries + 2, -1, qkv.shape[1])  # queries, key, value of a group
-            for name, heads in (("q", group[:, :queries]), ("k", group[:, queries]), ("v", group[:, queries + 1])):
-                weights[f"{to}self_attn.{name}_proj.weight"] = heads.reshape(-1, qkv.shape[1])
+            for kind in ("weight", "bias"):
+                if (name := f"{of}self_attention.linear_qkv.{kind}") not in ranks[0]:
+                    continue
+                qkv = rows(name)
+                group = qkv.view(shape.num_key_value_heads, queries + 2, -1, *qkv.shape[1:])  # queries, key, value of a group
+                for letter, heads in (("q", group[:, :queries]), ("k", group[:, queries]), ("v", group[:, queries + 1])):
+                    weights[f"{to}self_attn.{letter}_proj.{kind}"] = heads.reshape(-1, *qkv.shape[1:])
             weights[to + "self_attn.o_proj.weight"] = columns(of + "self_attention.linear_proj.weight")
             weights[to + "post_attention_layernorm.weight"] = ranks[0][of + "pre_mlp_layernorm.weight"]
             pairs = [part[of + "mlp.linear_fc1.weight"].chunk(2) for part in ranks]

@@ -15,6 +15,8 @@ def framework_chapters() -> list[tuple[str, str, list[Row], pd.DataFrame]]:
     planted = [
         _row("planted_unfairness", "learning rate x 1.1", "unequal_loss_difference", 0.09),
         _row("planted_unfairness", "tokens counted per rank", "unequal_loss_difference", 0.0),
+        _row("planted_unfairness", "learning rate x 1.1", "count", 1.0, {"what": "named", "expected": "learning rate"}),
+        _row("planted_unfairness", "tokens counted per rank", "count", None, {"what": "named", "expected": "tokens counted"}),
     ]
     parity = [
         _row("framework_parity", "accelerate", "loss_difference", 0.0, predicted=6e-6),

@@ -66,15 +66,16 @@ def test_unequal_failed_and_unavailable_frameworks_have_no_value_and_the_others_
 
 
 def test_each_planted_unfairness_has_a_check_and_a_judge_that_sees_nothing_fails_it(tmp_path, in_this_process, monkeypatch):
-    few = {name: planted.PLANTED[name] for name in ("beta2 0.999", "tokens counted per rank", "gradients reduced in bf16")}
-    monkeypatch.setattr(planted_unfairness, "PLANTED", few)
     context = toy_context("planted_unfairness", SIZES, tmp_path)
     rows = perform(context, tmp_path).rows
     judged = by_params(rows, "count", what=planted_unfairness.NAMED)
-    assert [row.check_error for row in judged.values()] == [0, 0, 0, 0]
+    assert list(judged) == [planted_unfairness.CLEAN, *planted.PLANTED]
+    assert {row.check_error for row in judged.values()} == {0}
     assert judged[planted_unfairness.CLEAN].value == 0 and judged["beta2 0.999"].params["named"].startswith("betas: 0.9, 0.999")
     unseen = next(row for row in rows if row.variant == planted_unfairness.UNSEEN)
-    assert unseen.value in (1, 2)  # the counted tokens, and in so few steps perhaps the rounded gradients
+    assert 5 <= unseen.value <= 8  # five by their nature, and in so few steps perhaps other clipping and rounded gradients
+    few = {name: planted.PLANTED[name] for name in ("beta2 0.999", "tokens counted per rank", "gradients reduced in bf16")}
+    monkeypatch.setattr(planted_unfairness, "PLANTED", few)
     monkeypatch.setattr(planted_unfairness, "unequal", lambda *arguments: [])
     blind = planted_unfairness.run(context, lambda done, total, note="": None).rows
     assert [row.check_error for row in blind if row.params.get("what") == planted_unfairness.NAMED] == [0, 1, 1, 1]

@@ -28,7 +28,9 @@ def names(axes):
 
 
 def test_a_difference_of_zero_is_hollow_and_named(material):
-    axes = drawn(planted_unfairness, material).axes[0]
+    figure = drawn(planted_unfairness, material)
+    axes = figure.axes[0]
+    assert figure.get_supxlabel().startswith("The judge named 1 of 2 unfairnesses correctly.")
     assert names(axes) == ["tokens counted per rank", "learning rate x 1.1"]
     zero, other = axes.lines
     assert zero.get_fillstyle() == "none" and zero.get_xdata()[0] == pytest.approx(0.3 * 0.09)

@@ -35,6 +35,19 @@ def test_the_parts_of_all_ranks_are_the_whole_llama(tensor, pipeline, weights):
         assert sum(tensor.numel() for tensor in part.values()) == rank_parameters(shape, layout, stage)
 
 
+def test_biases_of_queries_keys_and_values_are_divided_with_their_rows():
+    from hyperion.frameworks.shapes import MODELS, build
+
+    whole, shape = build("qwen_tiny").state_dict(), MODELS["qwen_tiny"].shape
+    biases = {name: torch.randn(tensor.shape) for name, tensor in whole.items() if name.endswith("bias")}  # they start as zeros
+    whole |= biases
+    layout = MegatronLayout(2, 2)
+    parts = {(stage, rank): rank_weights(whole, shape, layout, stage, rank) for stage in range(2) for rank in range(2)}
+    joined = joined_weights(parts, shape, layout)
+    assert len(biases) == 6 and joined.keys() == whole.keys()
+    assert all(torch.equal(joined[name], whole[name]) for name in whole)
+
+
 def test_a_rank_has_whole_heads(weights):
     shape, layout = random_llama_shape(NAME, VOCABULARY), MegatronLayout(tensor=2)
     part = rank_weights(weights, shape, layout, 0, 1)["decoder.layers.0.self_attention.linear_qkv.weight"]

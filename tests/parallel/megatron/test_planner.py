@@ -1,8 +1,12 @@
 """The planner counts state and activations, rejects what cannot be divided or does not fit, and finds the smallest replica."""
 
+from functools import partial
+
 import pytest
+import torch
 
 from hyperion.models.llama import LlamaShape
+from hyperion.parallel.megatron import release
 from hyperion.parallel.megatron.layouts import MegatronLayout, rank_parameters
 from hyperion.parallel.megatron.planner import (
     Batch,
@@ -12,6 +16,8 @@ from hyperion.parallel.megatron.planner import (
     training_bytes,
     why_rejected,
 )
+from hyperion.processes import process_group
+from hyperion.processes.isolated import IsolatedProcess
 
 SHAPE = LlamaShape(64, 6, 12, 4, 96, 120)
 PLENTY = 2.0**40
@@ -109,3 +115,39 @@ def test_fewer_ranks_come_before_fewer_stages():
     three_stages = MegatronLayout(pipeline=3, distributed_optimizer=True)
     layout = smallest_layout(SHAPE, 12, training_bytes(SHAPE, three_stages, 12, BATCH), BATCH)
     assert layout == three_stages  # four tensor-parallel ranks would fit too
+
+
+def stored_bytes(shape: LlamaShape, batch: Batch) -> int:
+    """The bytes that megatron-core stores for the backward pass of one micro-batch, besides the parameters, in float32."""
+    release.use_adapted()
+    from hyperion.parallel.megatron import gpt
+
+    layout, stored = MegatronLayout(), {}
+    with process_group(), gpt.model_parallel(layout):
+        model = gpt.build_gpt(shape, layout, batch.sequence_length)
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                stored[storage.data_ptr()] = storage.nbytes(), tensor  # a tensor that is kept alive keeps its address
+            return tensor
+
+        tokens_BT = torch.zeros(batch.micro_batch_size, batch.sequence_length, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens_BT, torch.arange(batch.sequence_length).expand_as(tokens_BT), None, labels=tokens_BT).mean()
+    return sum(count for count, _ in stored.values())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
+@pytest.mark.parametrize(
+    ("shape", "batch"), [(LlamaShape(64, 2, 4, 2, 176, 64), Batch(32, 2)), (LlamaShape(128, 6, 8, 8, 352, 64), Batch(128, 1))]
+)
+def test_megatron_core_stores_at_least_the_activations_of_the_formula_and_at_most_1_6_times_as_much(shape, batch):
+    with IsolatedProcess(timeout_s=120) as process:
+        measured = process.run(partial(stored_bytes, shape, batch))
+    logits = 4 * shape.vocab_size * batch.sequence_length * batch.micro_batch_size  # in float32 in both
+    expected = 2 * (activation_bytes(shape, MegatronLayout(), 0, batch) - logits) + logits
+    assert 1.0 <= measured / expected <= 1.6
