@@ -20,7 +20,7 @@ test-fast: WORKERS = 2
 parallel = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce test test-fast test-book setup fetch lab report lint clean
+.PHONY: help reproduce test test-fast test-long test-book setup fetch lab report lint clean
 
 help: ## this list
 	@echo "make reproduce    sets up if needed, then runs the notebooks;   make test    sets up if needed, then tests"
@@ -34,7 +34,10 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
 
 test: ## run the tests of the library
-	@$(pytest) $(parallel) -m "not book"
+	@$(pytest) $(parallel) -m "not book and not long"
+
+test-long: ## run the tests that take too long for every change
+	@$(pytest) $(parallel) -m long
 
 test-fast: ## run the tests that take about a second at most and start no processes
 	@$(pytest) $(parallel) -m "not slow and not process and not book"
