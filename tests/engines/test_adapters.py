@@ -176,7 +176,8 @@ def llama_of_four_heads(tmp_path_factory) -> Work:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("layout", ["TP 4", pytest.param("TP 2 + PP 2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_megatron_core_on_four_ranks_trains_like_the_plain_loop(layout, llama_of_four_heads, tmp_path):
     stack = replace(STACKS["megatron-core"], ranks=4, options=FOUR_RANKS[layout])
     if reason := stack.why_absent():

@@ -327,9 +327,8 @@ PRESETS_ON = {
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "preset", [preset if preset == "memory_opt" else pytest.param(preset, marks=pytest.mark.long) for preset in PRESETS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_trains_a_tiny_model_like_the_plain_loop(preset, tmp_path):
     model, tensor, pipeline = PRESETS_ON[preset]
     config = Config(training=replace(Config().training, steps=3, precision="fp32"), dataset="synthetic")
