@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,6 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from hyperion.engines.environments import ENVIRONMENTS, absent_environments
 from hyperion.hardware.cpu import waiting_threads
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
@@ -32,7 +30,7 @@ from hyperion.reproduce.execution import (
     limits_of,
     stoppable,
 )
-from hyperion.reproduce.freshness import Freshness
+from hyperion.reproduce.freshness import Freshness, absent_frameworks
 from hyperion.reproduce.kernels import OPTIMIZE, scratch_folder
 from hyperion.reproduce.lanes import Lanes, Place
 from hyperion.reproduce.machine import MachineProfile, examine_machine
@@ -50,8 +48,6 @@ FINISHED, FAILED, UNFINISHED = 0, 1, 3
 # Statuses of notebooks whose rows other notebooks can use.
 _HAVE_ROWS = ("done", "up to date", "unexpected")
 _NOTICED_SLOWDOWN = 1.25  # smaller slowdowns are not mentioned
-# The environments of frameworks, by the chapter that uses them.
-_FRAMEWORKS = {"10_frameworks": tuple(ENVIRONMENTS), "11_megatron": ("megatron-core",)}
 _REMEASURED_NEXT = (
     "    The next call measures the experiments of this notebook again. Training runs in separate processes are not repeated "
     "unless one of their values was refused, because the same seed gives the same result. If a result is still unexpected then, "
@@ -123,12 +119,6 @@ class _StartedNotebook:
 
     def seconds(self) -> float:
         return round(time.monotonic() - self.started, 3)
-
-
-def absent_frameworks(chapters: Iterable[str]) -> list[str]:
-    """Return the environments of frameworks that these chapters use and that are not installed."""
-    wanted = {name for chapter in chapters for name in _FRAMEWORKS.get(chapter, ())}
-    return [name for name in absent_environments() if name in wanted]
 
 
 def _slowdown(on_accelerator: bool) -> float:

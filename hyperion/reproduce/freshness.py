@@ -5,11 +5,12 @@ files are not used.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hyperion.chapter.subjects import module_of
 from hyperion.dependencies import files_hash, imported_modules, json_hash, reached_files
+from hyperion.engines.environments import ENVIRONMENTS, absent_environments
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder, results_folder
 from hyperion.reproduce.execution import NotebookFailure
@@ -19,6 +20,9 @@ from hyperion.reproduce.runs import OF_EARLIER_VERSION, REPLAY, Ledger, Request,
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.missing_packages import installed_since
 from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
+
+# The environments of frameworks, by the chapter that uses them.
+_FRAMEWORKS = {"10_frameworks": tuple(ENVIRONMENTS), "11_megatron": ("megatron-core",)}
 
 
 class Freshness:
@@ -113,7 +117,9 @@ class Freshness:
         else the expected duration on an idle machine from the metadata of the notebook.
         """
         known = self.known_s(notebook)
-        return notebook.budget_s(self._machine.profile, len(self._machine.masks)) if known is None else known
+        if known is not None:
+            return known
+        return notebook.budget_s(self._machine.profile, len(self._machine.masks), not absent_frameworks([notebook.stem]))
 
     def known_s(self, notebook: Notebook) -> float | None:
         """Return the seconds of the latest complete execution of a notebook on this machine, or None if there is none."""
@@ -231,3 +237,9 @@ def _reference_digest(run: Run, notebook: Notebook, finished: list[dict | None])
     names = {RUN, ROWS, METRICS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
     files = {name: digest for name, digest in run.hashes().items() if name in names}
     return json_hash([finished, files])
+
+
+def absent_frameworks(chapters: Iterable[str]) -> list[str]:
+    """Return the environments of frameworks that these chapters use and that are not installed."""
+    wanted = {name for chapter in chapters for name in _FRAMEWORKS.get(chapter, ())}
+    return [name for name in absent_environments() if name in wanted]

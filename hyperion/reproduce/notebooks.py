@@ -34,6 +34,7 @@ class Notebook:
         produces: names of the experiments whose rows the notebook must write to the run.
         time_budget_s: expected duration in seconds, by profile.
         several_devices_s: the same on a machine with several devices, for profiles in which it is clearly longer.
+        without_frameworks_s: the same if frameworks that the notebook can use are not installed, if it is clearly shorter.
         cells: (cell type, source) of all cells in order.
         devices: "one" if the notebook uses a single device, so that other notebooks can use the other devices at the same time,
             else "all".
@@ -47,6 +48,7 @@ class Notebook:
     cells: tuple[tuple[str, str], ...] = field(repr=False)
     devices: str = "all"
     several_devices_s: dict[str, float] = field(default_factory=dict, hash=False)
+    without_frameworks_s: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def stem(self) -> str:
@@ -63,10 +65,12 @@ class Notebook:
         """Sources of the non-empty code cells."""
         return [source for kind, source in self.cells if kind == "code" and source.strip()]
 
-    def budget_s(self, profile: str, devices: int = 1) -> float:
-        """Return the expected seconds in a profile on a machine with this number of devices."""
-        usual = self.time_budget_s.get(profile, DEFAULT_SECONDS)
-        return float(self.several_devices_s.get(profile, usual) if devices > 1 else usual)
+    def budget_s(self, profile: str, devices: int = 1, frameworks: bool = True) -> float:
+        """Return the expected seconds in a profile on a machine with this number of devices, with or without the frameworks."""
+        seconds = self.time_budget_s.get(profile, DEFAULT_SECONDS)
+        if devices > 1:
+            seconds = self.several_devices_s.get(profile, seconds)
+        return float(seconds if frameworks else self.without_frameworks_s.get(profile, seconds))
 
 
 def read_book(root: Path) -> list[Notebook]:
@@ -126,6 +130,7 @@ def read_notebook(path: Path) -> Notebook:
             produces=tuple(metadata["produces"]),
             time_budget_s=_seconds(metadata["time_budget_s"]),
             several_devices_s=_seconds(metadata.get("several_devices_s", {})),
+            without_frameworks_s=_seconds(metadata.get("without_frameworks_s", {})),
             cells=cells,
             devices=metadata.get("devices", "all"),
         )

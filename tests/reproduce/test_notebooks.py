@@ -30,6 +30,14 @@ def test_a_chapter_may_take_longer_on_several_devices(tmp_path):
     assert notebook.budget_s("full") == 8 and notebook.budget_s("full", 2) == 40 and notebook.budget_s("smoke", 2) == 5
 
 
+def test_a_chapter_may_be_shorter_without_the_frameworks(tmp_path):
+    notebook = read_notebook(
+        write_notebook(tmp_path, "01_z", ["1"], time_budget_s={"smoke": 95}, without_frameworks_s={"smoke": 9})
+    )
+    assert notebook.budget_s("smoke") == 95 and notebook.budget_s("smoke", frameworks=False) == 9
+    assert notebook.budget_s("full", frameworks=False) == notebook.budget_s("full")
+
+
 @pytest.mark.parametrize("only", ["03_third", "phase1_hardware/03_third.ipynb", "1.3"])
 def test_one_chapter_comes_with_all_it_needs(tmp_path, only):
     assert stems(select(read_book(make_book(tmp_path)), only)) == ["01_first", "02_second", "03_third"]
