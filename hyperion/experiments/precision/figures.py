@@ -47,9 +47,11 @@ def precision(material: Material) -> Figure | None:
     for place, (title, rows) in enumerate(models.items()):
         _draw_times(panels[2 * place], title, rows)
         _draw_memory(panels[2 * place + 1], rows)
+    replayed = any(_of(rows, "step_time_s", **_GRAPH) for rows in models.values())
+    graphs = "The hollow marks are the same steps, replayed as graphs. " if replayed else ""
     notes = [
         "Time: the steps of all formats were timed alternately in one process. The bars are medians of eager steps with 95 % "
-        "intervals. The hollow marks are the same steps, replayed as graphs. Memory: "
+        f"intervals. {graphs}Memory: "
         "each format ran in its own process. Bars are the bytes of tensors, the hollow marks are predictions from shapes, and "
         "the vertical lines are the peaks of the accelerator's allocator."
     ]
