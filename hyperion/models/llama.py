@@ -60,6 +60,7 @@ class LlamaShape:
 RANDOM_LLAMAS = {
     "random_llama_d64_l2": LlamaShape(64, 2, 4, 2, 176),
     "random_llama_d512_l8": LlamaShape(512, 8, 8, 4, 1408),
+    "random_llama_d1024_l16": LlamaShape(1024, 16, 16, 8, 2816),
     # The shape of TinyLlama-1.1B (Zhang et al. 2024), which has 1,100,048,384 parameters with its vocabulary of 32,000.
     "random_llama_1b": LlamaShape(2048, 22, 32, 4, 5632),
     # The shape of Llama-2-7B (Touvron et al. 2023), which has 6,738,415,616 parameters with its vocabulary of 32,000.

@@ -11,6 +11,7 @@ TITLES = {
     "adaptation_advice": "The advice of the guide",
     "megatron_parity": "Layouts of ranks against a plain loop",
     "pipeline_bubble": "The bubble of a pipeline",
+    "layout_speed": "Step time of layouts",
     "megatron_resharding": "Four ranks save, one rank loads",
     "loss_scale_states": "The dynamic loss scale",
     "indexed_tokens": "Files of tokens",
@@ -63,6 +64,33 @@ def pipeline_bubble(material: Material) -> Figure | None:
     return figure
 
 
+def layout_speed(material: Material) -> Figure | None:
+    """Draw the time of a step in each layout and in this library, and beside it the speed-up over the first layout."""
+    rows = measured(material.of("layout_speed"))
+    times = [row for row in rows if row.metric == "step_time_s"]
+    if not times:
+        return None
+    figure, (left, right) = new_figure("One training, divided in several ways", material.machine("layout_speed"), 2, height=3.8)
+    names = [row.variant for row in times]
+    colours = [COLOURS["megatron" in name] for name in names]
+    lengths = [1e3 * not_none(row.value) for row in times]
+    left.barh(range(len(names)), lengths, 0.6, xerr=errors_of(times, 1e3), color=colours, error_kw={"linewidth": 1})
+    left.set(xlabel="time of a step (ms)", yticks=range(len(names)), yticklabels=names)
+    ratios = [row for row in rows if row.metric == "speedup"]
+    places = [names.index(row.variant) for row in ratios]
+    right.errorbar([not_none(row.value) for row in ratios], places, xerr=errors_of(ratios), label="measured", fmt="o", color=INK)
+    predicted = [(row.predicted, place) for row, place in zip(ratios, places, strict=True) if row.predicted is not None]
+    if predicted:
+        x, y = zip(*predicted, strict=True)
+        right.plot(x, y, label="predicted without communication", linestyle="none", **look("predicted", 1))
+    right.set(xlabel=f"times as fast as {ratios[0].params['over']}" if ratios else "", yticks=range(len(names)), yticklabels=[])
+    right.set_ylim(left.get_ylim())
+    right.legend(loc="lower left", bbox_to_anchor=(0, 1))  # above the axes, so that it hides no point
+    for axes in (left, right):
+        axes.invert_yaxis()
+    return figure
+
+
 def megatron_pretraining(material: Material) -> Figure | None:
     """Draw the training loss by step, with the entropy of single tokens and the loss on the test split as lines."""
     rows, samples = measured(material.of("megatron_pretraining")), material.samples("megatron_pretraining")
@@ -82,6 +110,7 @@ def megatron_pretraining(material: Material) -> Figure | None:
 PLOTS = (
     Plot("megatron_parity", "megatron_parity", "Losses and gradient norms of layouts against a plain loop.", megatron_parity),
     Plot("pipeline_bubble", "pipeline_bubble", "Share of a step that a stage waits, by micro-batches.", pipeline_bubble),
+    Plot("layout_speed", "layout_speed", "Time of a step in layouts of megatron-core and in this library.", layout_speed),
     Plot(
         "megatron_pretraining", "megatron_pretraining", "Training loss, and the entropy of single tokens.", megatron_pretraining
     ),

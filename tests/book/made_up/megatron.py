@@ -23,6 +23,14 @@ def megatron_chapters() -> list[tuple[str, str, list[Row], pd.DataFrame]]:
         _row("pipeline_bubble", "1F1B", "bubble_fraction", 1.1 / (count + 1), {"micro_batches": count}, predicted=1 / (count + 1))
         for count in (1, 2, 4)
     ]
+    over = {"over": "megatron-core, DP 2"}
+    speeds = [
+        _row("layout_speed", "this library, DDP", "step_time_s", 0.2, {}),
+        _row("layout_speed", "this library, DDP", "speedup", 1.25, over),
+        _row("layout_speed", "megatron-core, DP 2", "step_time_s", 0.25, {}),
+        _row("layout_speed", "megatron-core, PP 2", "step_time_s", 0.5, {}),
+        _row("layout_speed", "megatron-core, PP 2", "speedup", 0.5, over, predicted=0.8),
+    ]
     losses = [
         _row("megatron_pretraining", "megatron-core", "validation_loss", 2.2, {"what": "test split"}),
         _row("megatron_pretraining", "unigram", "validation_loss", 3.2, {"what": "test split"}),
@@ -32,6 +40,7 @@ def megatron_chapters() -> list[tuple[str, str, list[Row], pd.DataFrame]]:
     return [
         (CHAPTER, "megatron_parity", parity, samples),
         (CHAPTER, "pipeline_bubble", bubble, samples),
+        (CHAPTER, "layout_speed", speeds, samples),
         (CHAPTER, "megatron_pretraining", losses, curve),
     ]
 

@@ -1,5 +1,6 @@
 """The experiments with toy sizes: parity, resharding, the scaler, files of tokens, advice, and a machine without the package."""
 
+import math
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ from hyperion.experiments.megatron.adaptation_advice import (
 )
 from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
 from hyperion.experiments.megatron.indexed_tokens import read_indexed, write_indexed
+from hyperion.experiments.megatron.layout_speed import OURS, LayoutSpeedOptions, speed_rows
 from hyperion.experiments.megatron.loss_scale_states import expected_scale
 from hyperion.experiments.megatron.pipeline_bubble import ideal_bubble, waits
 from hyperion.parallel.megatron import release
@@ -44,6 +46,7 @@ SIZES: dict[str, dict] = {
         "layouts": [{"distributed_optimizer": True}, {"tensor": 2, "sequence": True}, {"pipeline": 2, "micro_batches": 2}],
     },
     "pipeline_bubble": TOY | {"micro_batches": [1, 2, 3], "rounds": 6},
+    "layout_speed": TOY | {"rounds": 1, "steps": 1, "layouts": [{}, {"tensor": 2}, {"pipeline": 2, "micro_batches": 2}]},
     "megatron_resharding": TOY | {"steps": 1, "cpu_ranks": 2, "saved": {"tensor": 2}},
     "documented_shapes": {
         "divisor": 48,
@@ -112,6 +115,37 @@ def test_bubbles_have_an_interval(ranks_stay, tmp_path):
     assert len(result.samples) == 2 * 3 * 6
     # A stage cannot be busy for longer than the step.
     assert (result.samples.busy_s < result.samples.step_s).all() and all(row.value > 0 for row in result.rows)
+
+
+@installed
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.process
+def test_timed_layouts_have_the_losses_of_this_library(ranks_stay, tmp_path):
+    result = perform(toy_context("layout_speed", SIZES["layout_speed"], tmp_path), tmp_path)
+    times = {row.variant: row for row in result.rows if row.metric == "step_time_s"}
+    theirs = [f"megatron-core, {name}" for name in ("DP 2", "TP 2", "PP 2")]
+    assert list(times) == ["this library, DDP", "this library, FSDP2", *theirs]
+    assert all(row.value > 0 and row.check_error < 1e-6 for row in times.values())
+    ratios = {row.variant: row.value for row in result.rows if row.metric == "speedup"}
+    assert ratios["megatron-core, TP 2"] == pytest.approx(times[theirs[0]].value / times[theirs[1]].value)
+    assert theirs[0] not in ratios
+
+
+def test_a_timed_step_ends_with_its_slowest_rank_and_other_losses_fail_the_check(tmp_path):
+    context = toy_context("layout_speed", SIZES["layout_speed"], tmp_path)
+    lines = [
+        {"training": name, "round": 0, "step": step, "rank": rank, "time_s": time_s + rank, "loss": loss}
+        for name, loss in ((OURS["ddp"], 5.0), ("megatron-core, DP 2", 5.0), ("megatron-core, TP 2", 5.1))
+        for step, time_s in ((0, math.nan), (1, 1.0), (2, 3.0))
+        for rank in (0, 1)
+    ]
+    rows = speed_rows(context, LayoutSpeedOptions.of(context), 2, pd.DataFrame(lines))
+    found = {(row.variant, row.metric): row for row in rows}
+    assert found["megatron-core, DP 2", "step_time_s"].value == 3  # the median of 2 s and 4 s, without the warm-up
+    assert found[OURS["ddp"], "speedup"].value == 1
+    wrong = found["megatron-core, TP 2", "step_time_s"]
+    assert wrong.check_error == pytest.approx(0.02) and wrong.check_error > wrong.check_tolerance
 
 
 @installed

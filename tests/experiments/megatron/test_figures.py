@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.experiments.megatron.figures import megatron_parity, megatron_pretraining, pipeline_bubble
+from hyperion.experiments.megatron.figures import layout_speed, megatron_parity, megatron_pretraining, pipeline_bubble
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
@@ -47,6 +47,17 @@ def test_bubbles_have_the_formula_as_a_line(material):
     assert list(measured.get_ydata()) == pytest.approx([1.1 / 2, 1.1 / 3, 1.1 / 5])
 
 
+def test_speedups_stand_beside_the_bar_of_their_layout(material):
+    figure, left = drawn(layout_speed, material)
+    right = figure.axes[1]
+    assert [bar.get_width() for bar in left.patches] == pytest.approx([200, 250, 500])
+    assert [text.get_text() for text in left.get_yticklabels()][2] == "megatron-core, PP 2"
+    measured, predicted = right.containers[0].lines[0], right.lines[-1]
+    assert list(measured.get_xdata()) == [1.25, 0.5] and list(measured.get_ydata()) == [0, 2]
+    assert list(predicted.get_xdata()) == [0.8] and list(predicted.get_ydata()) == [2]
+    assert left.get_ylim() == right.get_ylim()
+
+
 def test_the_entropy_is_a_line_above_the_loss(material):
     _, axes = drawn(megatron_pretraining, material)
     assert legend(axes) == ["training loss", "loss on the test split", "entropy of single tokens"]
@@ -55,4 +66,4 @@ def test_the_entropy_is_a_line_above_the_loss(material):
 
 def test_without_rows_there_is_no_figure(tmp_path):
     empty = Material(Run.create(tmp_path / "run", {}))
-    assert megatron_parity(empty) is pipeline_bubble(empty) is megatron_pretraining(empty) is None
+    assert megatron_parity(empty) is pipeline_bubble(empty) is layout_speed(empty) is megatron_pretraining(empty) is None
