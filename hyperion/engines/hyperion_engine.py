@@ -35,7 +35,7 @@ def train(work: Work, observer: Observer, strategy: str = "single") -> dict:
     )
     embedding = next(module for name, module in model.named_modules() if name.endswith("embed_tokens"))
     observer.start(engine, embedding, _state(model))
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         rows_BT = work.whole_batch(step, here.rank, here.size, observer.device)
         metrics = engine.train_step((rows_BT[:, :-1], rows_BT[:, 1:]))
         observer.step(metrics.loss, metrics.gradient_norm, int(metrics.rank_items))
