@@ -1,4 +1,4 @@
-"""Figures for the chapter on frameworks: unfairness, differences from the plain loop, Trainer defaults, speed, parts of a step."""
+"""Figures for the chapter on frameworks: unfairness, differences from the plain loop, Trainer defaults, speed, parts of steps."""
 
 import math
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ from hyperion.engines.work import WEIGHTS
 from hyperion.errors import not_none
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
 from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
-from hyperion.hardware import gemm_path, peak
+from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure.steps.step_parts import IDLE, PARTS, Kernel, StepParts
 from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
 from hyperion.results import Estimate, Row
@@ -324,7 +324,9 @@ def _trace_rows(context: Context, options: FrameworkSpeedOptions, stack: Stack, 
     slowdown = trace.step_time_s / _median_s(record)
     rows = [
         context.row(stack.name, "traced_step_time_s", trace.step_time_s, params=params, **shared, **check),
-        context.row(stack.name, "tracing_slowdown", slowdown, params=params, **shared, **_busy_check(context, record, trace)),
+        context.row(
+            stack.name, "tracing_slowdown", slowdown, params=params, **shared, **_busy_check(context.device, record, trace)
+        ),
     ]
     for part in PARTS:
         rows.append(
@@ -336,13 +338,13 @@ def _trace_rows(context: Context, options: FrameworkSpeedOptions, stack: Stack, 
     return rows
 
 
-def _busy_check(context: Context, record: Record, trace: StepParts) -> dict[str, Any]:
+def _busy_check(device: Device, record: Record, trace: StepParts) -> dict[str, Any]:
     """Check on an accelerator that the traced kernels fit into a timed step, so that they are those of the timed steps.
 
     The profiler slows the host, but not the kernels. The tolerance is 2 % for other clock rates of the device, and the range
     of the timed steps, relative to their median. On a CPU, the profiler slows the operators, so there is no check.
     """
-    if context.device.kind == "cpu":
+    if device.kind == "cpu":
         return {}
     timed_s = record.step_times_s[len(record.step_times_s) // 2 :]
     error = max(0.0, (trace.step_time_s - trace.parts_s[IDLE]) / _median_s(record) - 1)

@@ -27,6 +27,7 @@ from hyperion.measure.steps.trace import (
     device_work,
     ends_of,
     innermost,
+    is_fused,
     is_host_work,
     kernel_kind,
     operator_kind,
@@ -221,7 +222,7 @@ def step_part(kernel: str, callers: Sequence[str] = ()) -> str:
         return EXCHANGE
     if any(_OPTIMIZER.search(name) for name in names):
         return OPTIMIZER
-    if _ATTENTION_KERNEL.search(kernel):
+    if _ATTENTION_KERNEL.search(kernel) and not is_fused(kernel):
         return ATTENTION
     if _CAST_KERNEL.search(kernel) or _CAST_OPERATOR.match(operator):
         return CASTS
@@ -241,18 +242,23 @@ def step_part(kernel: str, callers: Sequence[str] = ()) -> str:
 def _gpu_kernels(raw: list[dict], index: int | None) -> list[tuple[Event, str]]:
     """Return each kernel, copy and fill of a GPU with its part as its kind, and the operator that launched it."""
     callers = _callers(raw)
-    by_operator = {event.get("args", {}).get("External id"): event for event in raw if event.get("cat") == "cpu_op"}
+    operators = (event for event in raw if event.get("cat") == "cpu_op")
+    by_operator = {event["args"]["External id"]: event for event in operators if event.get("args", {}).get("External id")}
     calls = (event for event in raw if event.get("cat") not in _DEVICE and "correlation" in event.get("args", ()))
     by_call = {event["args"]["correlation"]: event for event in calls}
     launched = []
     for event in device_work(raw, index):
         about = event["args"]
-        # An id of 0 or an absent id means that no operator was active, such as in the launch of a graph.
-        launch = by_operator.get(about.get("External id") or None) or by_call.get(about.get("correlation"))
+        # No operator is active at the launch of a graph.
+        launch = by_operator.get(about.get("External id")) or by_call.get(about.get("correlation"))
         names = callers.get(id(launch), ())
-        operators = [name for name in names if "::" in name]
         part = _COPY_PARTS.get(event["cat"]) or step_part(event["name"], names)
-        launched.append((Event(event["name"], *ends_of(event), about.get("stream", 0), part), next(iter(operators), "")))
+        launched.append(
+            (
+                Event(event["name"], *ends_of(event), about.get("stream", 0), part),
+                next((name for name in names if "::" in name), ""),
+            )
+        )
     return launched
 
 

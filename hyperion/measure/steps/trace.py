@@ -238,13 +238,21 @@ def run_step(step: Callable, data: Callable[[], object] | None, region: Callable
         step(*batch)
 
 
+def is_fused(name: str) -> bool:
+    """Return True if this is a kernel that Inductor made from elementwise operators and reductions.
+
+    Its name may contain the name of a neighbouring matrix product, attention or collective that another kernel computes.
+    """
+    return bool(_FUSED.match(name))
+
+
 def kernel_kind(name: str) -> str:
     """Return the kind of a GPU kernel, derived from its name.
 
     The kind is communication, GEMM (including convolutions and attention), or memory-bound for all other kernels.
     """
     # This is checked first, because the name of a fused kernel can contain the name of a product.
-    if _FUSED.match(name):
+    if is_fused(name):
         return MEMORY
     if _COLLECTIVE.search(name):
         return COMMUNICATION
