@@ -6,6 +6,7 @@ intended. The measurement ends with the last step of the work: a copy of the fin
 steps that are traced afterwards.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import sys
@@ -167,8 +168,10 @@ class Observer:
         used = self._used or self._end_use()  # a run may make fewer steps than the work has
         seen = self._seen or self._end_observation()
         unreadable = used.unreadable
-        if self.work.traced and self._trace is None:
-            unreadable = unreadable | {"trace": self._untraced or "not traced: the run ended before the last traced step"}
+        if self._tracer is not None:
+            self._give_up_trace(RuntimeError("the run ended before its last traced step"))
+        if self._untraced:
+            unreadable = unreadable | {"trace": self._untraced}
         mine = {
             "losses": self._losses,
             "norms": self._norms,
@@ -245,7 +248,11 @@ class Observer:
             self._give_up_trace(error)
 
     def _give_up_trace(self, error: Exception) -> None:
-        self._untraced, self._tracer = f"not traced: {type(error).__name__}: {error}"[:_LONGEST_REASON], None
+        self._untraced = f"not traced: {type(error).__name__}: {error}"[:_LONGEST_REASON]
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            with contextlib.suppress(Exception):  # the first error is the reason
+                tracer.stop()
 
     def _combined(self, ranks: list[dict[str, Any]], final: str, unreadable: dict[str, str]) -> Record:
         # Without `own_share`, each element counts 1 / copies, where copies is the number of ranks that hold it.

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hyperion.engines import observer as observers
 from hyperion.engines import plain
@@ -86,6 +87,9 @@ class NoTracer:
     def start(self):
         raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
 
+    def stop(self):
+        raise RuntimeError("the profiler does not run")
+
 
 def test_a_profiler_that_fails_leaves_the_record_and_a_reason(monkeypatch, tmp_path, tiny_work):
     monkeypatch.setattr(observers, "StepTracer", NoTracer)
@@ -99,7 +103,9 @@ def test_traced_steps_change_nothing_in_the_record(tmp_path, tiny_work):
     """The judge sees the same run, so the traced steps are those of an equal work."""
     timed = replace(tiny_work, timed=True)
     runs = [replace(timed, traced=traced) for traced in (0, 1)]
+    hooks = len(_global_optimizer_pre_hooks)
     without, traced = (Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path))) for work in runs)
+    assert len(_global_optimizer_pre_hooks) == hooks
     same = ("losses", "norms", "clipped_norms", "rows", "counted_tokens", "groups", "optimizer_steps", "initial_sha256")
     assert [getattr(without, name) for name in same] == [getattr(traced, name) for name in same]
     assert without.trace is None and "trace" not in without.unreadable
@@ -114,12 +120,23 @@ def test_a_run_that_fails_in_a_traced_step_still_has_its_times(tmp_path, tiny_wo
         for _ in range(steps):
             observer.step(1.0, 1.0, 1)
         answer = observer.finish_after(RuntimeError("out of memory"))
+        assert not torch.autograd._profiler_enabled()  # a process that ends with a running profiler crashes
         return None if answer is None else Record.of(answer)
+
+    def ended_early(work: Work) -> Record:
+        observer = Observer(work, "plain loop", (), tmp_path)
+        observer.start(observer, None, {"weight": torch.zeros(1)})
+        for _ in range(work.steps + 1):
+            observer.step(1.0, 1.0, 1)
+        record = Record.of(observer.finish({}))
+        assert not torch.autograd._profiler_enabled()
+        return record
 
     timed = replace(tiny_work, timed=True)
     record = failing(replace(timed, traced=2), 5)
     assert record is not None and len(record.step_times_s) == 4
     assert record.unreadable["trace"] == "not traced: RuntimeError: out of memory"
+    assert "before its last traced step" in ended_early(replace(timed, traced=2)).unreadable["trace"]
     assert failing(replace(timed, traced=2), 3) is None  # in a step of the work
     assert failing(timed, 4) is None  # after the steps of a work that traces none
 

@@ -56,7 +56,6 @@ _MARK = "hyperion: end of step"
 _SLEW = 5e-4
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-_COPY_PARTS = {"gpu_memcpy": CASTS, "gpu_memset": OTHER}
 _ATTENTION_KERNEL = re.compile(
     # FlashAttention, cuDNN, CUTLASS, CK and AOTriton; flex attention is a template of Inductor.
     r"flash|fmha|sdpa|attn_(fwd|bwd)|attention|bwd_kernel_d[kq]|bwd_preprocess",
@@ -67,7 +66,7 @@ _LOSS = re.compile(r"log_?softmax|nll_?loss|cross_?entropy", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"Optimizer\.step#|_fused_adam|_fused_sgd|FusedAdam|FusedSgd|_foreach_(?!copy)|linalg_vector_norm")
 _FOREACH_KERNEL = re.compile(r"multi_tensor_apply|^triton_for_fused_")
 _CAST_KERNEL = re.compile(
-    r"copy_kernel|CopyFunctor|CatArrayBatchedCopy|^(Memcpy|copyBuffer)|^triton_poi_fused_((_to)?_?(copy|clone|cat)_+)+\d+$"
+    r"copy_kernel|CopyFunctor|CatArrayBatchedCopy|copyBuffer|^triton_poi_fused_((_to)?_?(copy|clone|cat)_+)+\d+$"
 )
 _CAST_OPERATOR = re.compile(r"^aten::(_to_copy|copy_|_foreach_copy_|clone|contiguous|cat|_local_scalar_dense)$")
 _ELEMENTWISE_KERNEL = re.compile(
@@ -139,11 +138,12 @@ class StepTracer:
         self._steps = steps
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._gpu else [])
         self._profiler = profile(activities=activities, acc_events=True)
-        self._ended = 0
+        self._ended, self._running = 0, False
         self._marked_s: list[tuple[float, float]] = []  # times before and after each mark
 
     def start(self) -> None:
         """Start the profiler. On a GPU, its first start takes seconds."""
+        self._running = True
         self._profiler.start()
 
     def end_step(self) -> bool:
@@ -156,8 +156,14 @@ class StepTracer:
             self._marked_s.append((before_s, time.perf_counter()))
         finished = self._ended == WARM_UP_STEPS + self._steps
         if finished:
-            self._profiler.stop()
+            self.stop()
         return finished
+
+    def stop(self) -> None:
+        """Stop the profiler if it runs. A process that ends while it runs may crash."""
+        if self._running:
+            self._running = False
+            self._profiler.stop()
 
     def parts(self) -> StepParts:
         """Return the parts of the traced steps.
@@ -252,7 +258,7 @@ def _gpu_kernels(raw: list[dict], index: int | None) -> list[tuple[Event, str]]:
         # No operator is active at the launch of a graph.
         launch = by_operator.get(about.get("External id")) or by_call.get(about.get("correlation"))
         names = callers.get(id(launch), ())
-        part = _COPY_PARTS.get(event["cat"]) or step_part(event["name"], names)
+        part = CASTS if event["cat"] == "gpu_memcpy" else step_part(event["name"], names)
         launched.append(
             (
                 Event(event["name"], *ends_of(event), about.get("stream", 0), part),

@@ -119,7 +119,8 @@ class TraceOfAGpu:
         number = next(self.ids)
         linked = {"External id": number} if by == "External id" else {}
         self.raw.append(self.host("cpu_op", operator, start - 100, start - 50, tid, **linked))
-        self.raw.append(self.host("cuda_runtime", "cudaLaunchKernel", start - 80, start - 70, tid, correlation=number))
+        if by == "correlation":
+            self.raw.append(self.host("cuda_runtime", "cudaLaunchKernel", start - 80, start - 70, tid, correlation=number))
         about = {"device": 0, "stream": stream, "correlation": number, **linked}
         self.raw.append({"ph": "X", "cat": "kernel", "name": kernel, "ts": start, "dur": end - start, "args": about})
 
@@ -151,7 +152,7 @@ def test_kernels_that_run_at_the_same_time_count_once_and_exposed_communication_
     trace = TraceOfAGpu()
     trace.launch("nvjet_tst_192x192", "aten::mm", 1100, 1500)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "c10d::allreduce_", 1300, 1800, stream=20)
-    trace.raw.append(trace.raw[-1] | {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 1900, "dur": 50})
+    trace.raw.append(trace.raw[-1] | {"cat": "gpu_memcpy", "name": "CopyHostToDevice", "ts": 1900, "dur": 50})
     parts = trace.parts()
     expected = {PRODUCTS: 4e-4, EXCHANGE: 3e-4, CASTS: 5e-5, IDLE: 2.5e-4}
     assert parts.parts_s == pytest.approx(dict.fromkeys(PARTS, 0) | expected)
