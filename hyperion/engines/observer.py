@@ -163,7 +163,8 @@ class Observer:
         """End the record, and return it for all ranks combined as a JSON-serializable dict. All ranks must call this method.
 
         Args:
-            state: the final state dict with Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
+            state: the final state dict with Hugging Face names, complete on rank 0. Other ranks may pass an empty dict. It is not
+                used if the work is timed.
         """
         used = self._used or self._end_use()  # a run may make fewer steps than the work has
         seen = self._seen or self._end_observation()

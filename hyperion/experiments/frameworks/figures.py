@@ -107,7 +107,7 @@ def framework_parts(material: Material) -> Figure | None:
     axes.invert_yaxis()
     axes.set_xlabel("time of a step under the profiler (ms)")
     axes.grid(axis="y", visible=False)
-    figure.legend(loc="outside upper left", ncols=3, fontsize=8, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8, frameon=False)
     slow = [row for row in measured(material.of("framework_speed")) if row.metric == "tracing_slowdown"]
     cost = ", ".join(f"{row.variant} {number(row.value, 3)}" for row in slow)
     add_notes(figure, [f"Traced step time over timed step time: {cost}." if cost else "", *_untraced(material)])

@@ -5,6 +5,7 @@ a training step: a kernel is assigned to the optimizer or to the loss if an oper
 although its name is that of any elementwise kernel.
 """
 
+import functools
 import json
 import re
 import tempfile
@@ -213,7 +214,8 @@ def step_parts(raw: list[dict], marked_s: Sequence[tuple[float, float]], gpu: bo
     return StepParts(steps, step_time_s, tolerance_s, parts_s, _kernels(inside, steps))
 
 
-def step_part(kernel: str, callers: Sequence[str] = ()) -> str:
+@functools.cache  # all layers of a model launch the same kernels
+def step_part(kernel: str, callers: tuple[str, ...] = ()) -> str:
     """Return the part of a step to which a kernel belongs.
 
     Args:

@@ -65,7 +65,7 @@ def test_the_parts_of_a_step_make_a_bar_for_each_framework_the_fastest_first(mat
     figure = drawn(framework_parts, material)
     axes = figure.axes[0]
     assert names(axes) == ["accelerate", "plain loop"]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["matrix products", "norms, activations and other elementwise work", "idle"]  # no part without time
     norms = axes.containers[1]
     assert [patch.get_x() for patch in norms] == [100, 100] and [patch.get_width() for patch in norms] == [20, 30]
