@@ -164,7 +164,7 @@ def test_a_failure_in_a_traced_step_is_no_failure_of_the_framework(tiny_work, tm
             observer.step(1.0, 1.0, 1)
         raise RuntimeError("out of memory")
 
-    adapter.train = train
+    monkeypatch.setattr(adapter, "train", train, raising=False)
     monkeypatch.setitem(sys.modules, "failing_adapter", adapter)
     values = {"adapter": "failing_adapter", "name": "failing", "packages": [], "folder": str(tmp_path), "options": {}}
     timed = replace(tiny_work, timed=True)
