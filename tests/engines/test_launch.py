@@ -230,4 +230,4 @@ def _record_without_versions() -> dict:
     values = {name: [] for name in ("losses", "norms", "clipped_norms", "step_times_s", "rows", "groups")}
     texts = dict.fromkeys(("stack", "engine", "device", "initial_sha256", "final_file"), "")
     numbers = dict.fromkeys(("ranks", "counted_tokens", "optimizer_steps", "peak_memory_gib", "energy_steps"), 0)
-    return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "unreadable": {}}
+    return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "trace": None, "unreadable": {}}
