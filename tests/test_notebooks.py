@@ -22,7 +22,10 @@ INSTALLS = re.compile(r"(^|[!%\s])(pip3?|conda|mamba|apt|apt-get|uv)\s+(install|
 # Experiments that no notebook predicts, with the reason.
 NOT_PREDICTED = {"gemm_gap": "its factors are computed from existing rows, so its forecast is empty"}
 # Experiments of which a notebook shows only some rows, with the reason why the guess is answered nevertheless.
-SHOWN_IN_PART = {"batch_scaling": "the shown metrics include the guessed count, the largest batch"}
+SHOWN_IN_PART = {
+    "batch_scaling": "the shown metrics include the guessed count, the largest batch",
+    "framework_speed": "the rows of timed steps, which are shown first, include the guessed ratio",
+}
 FORKS = {"multiprocessing", "torch.multiprocessing", "concurrent.futures", "subprocess"}
 
 pytestmark = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

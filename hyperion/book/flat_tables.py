@@ -8,6 +8,10 @@ The file names and the columns are those that the project's documents specify:
     scaling/scaling_analysis.csv         speed-up and efficiency by number of GPUs; `missing` stands for what was not measured
     training/epoch_metrics.csv           one line per epoch, split and rank; a cell is empty if the row does not exist
 
+and one more file:
+
+    frameworks/kernels.csv               the kernels of a traced step that take the most time, for each training framework
+
 The function `flat_tables` in the figures.py of a subject makes its tables. All values come from rows, so these tables contain
 nothing that a run did not measure.
 """

@@ -20,7 +20,7 @@ def train(work: Work, observer: Observer) -> dict:
     embedding, plain = model.get_input_embeddings(), model
     model, optimizer = accelerator.prepare(model, work.adamw(model))
     observer.start(model, embedding, plain.state_dict())
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         losses, norm, tokens = [], None, 0
         for rows_BT in work.micro_batch_list(step, here.rank, here.size, observer.device):
             # accelerate divides the loss by the number of micro-batches, and synchronizes gradients only in the last one.

@@ -27,7 +27,7 @@ def train(work: Work, observer: Observer, stage: int) -> dict:
     engine: Any
     engine, _, _, _ = deepspeed.initialize(model=plain, optimizer=work.adamw(plain), config=_config(work, here.size, stage))
     observer.start(engine, plain.get_input_embeddings(), _state(plain, stage))
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         losses, tokens = [], 0
         for rows_BT in work.micro_batch_list(step, here.rank, here.size, observer.device):
             loss = token_loss(engine, rows_BT)

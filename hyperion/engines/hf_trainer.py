@@ -36,7 +36,7 @@ def train(work: Work, observer: Observer, changed: dict[str, Any] | None = None)
     each = work.batch_size // (observer.here.size * work.micro_batches)
     arguments = TrainingArguments(
         output_dir=str(observer.folder / "trainer"),
-        max_steps=work.steps,
+        max_steps=work.all_steps,
         per_device_train_batch_size=each,
         gradient_accumulation_steps=work.micro_batches,
         learning_rate=work.learning_rate,
@@ -67,13 +67,14 @@ class _Rows(Dataset):
     """Rows for all steps. A row is both input and label, because the model shifts the labels itself."""
 
     def __init__(self, work: Work):
-        self.tokens, self.length = work.tokens(), work.steps * work.batch_size
+        self.tokens, self.length = work.tokens(), work.all_steps * work.batch_size
+        self.work_rows = work.steps * work.batch_size
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = torch.from_numpy(self.tokens[index].copy())
+        row = torch.from_numpy(self.tokens[index % self.work_rows].copy())
         return {"input_ids": row, "labels": row}
 
 

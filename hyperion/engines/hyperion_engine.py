@@ -35,11 +35,12 @@ def train(work: Work, observer: Observer, strategy: str = "single") -> dict:
     )
     embedding = next(module for name, module in model.named_modules() if name.endswith("embed_tokens"))
     observer.start(engine, embedding, _state(model))
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         rows_BT = work.whole_batch(step, here.rank, here.size, observer.device)
         metrics = engine.train_step((rows_BT[:, :-1], rows_BT[:, 1:]))
         observer.step(metrics.loss, metrics.gradient_norm, int(metrics.rank_items))
-    return observer.finish(_state(model))
+    # The copy of a large model to the host takes seconds, and a timed work writes no final state.
+    return observer.finish({} if work.timed else _state(model))
 
 
 def _state(model: Any) -> dict:

@@ -206,7 +206,13 @@ def train_on_rank(adapter: str, name: str, packages: list[str], work: dict, fold
     importlib.import_module("transformers.models.llama.modeling_llama")  # every adapter loads this model
     train = importlib.import_module(adapter).train
     wait_for_turn(turn)
-    return train(what, Observer(what, name, packages, Path(folder), report), **options)
+    observer = Observer(what, name, packages, Path(folder), report)
+    try:
+        return train(what, observer, **options)
+    except Exception as error:
+        if (record := observer.finish_after(error)) is None:
+            raise
+        return record
 
 
 def train_alone(**values: Any) -> dict:

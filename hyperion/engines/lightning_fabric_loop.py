@@ -30,7 +30,7 @@ def train(work: Work, observer: Observer) -> dict:
     optimizer: Any
     model, optimizer = fabric.setup(plain, work.adamw(plain))
     observer.start(model, embedding, plain.state_dict())
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         losses, tokens = [], 0
         parts = work.micro_batch_list(step, here.rank, here.size, observer.device)
         for number, rows_BT in enumerate(parts, 1):

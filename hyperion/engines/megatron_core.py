@@ -64,7 +64,7 @@ def train(work: Work, observer: Observer, tensor: int = 1, pipeline: int = 1, di
         embedding = model.embedding.word_embeddings if model.pre_process else None
         state = gpt.whole_weights(model, shape, layout)
         observer.start(model, embedding, state, readers=tensor, own_share=own_share)
-        for step in range(work.steps):
+        for step in range(work.all_steps):
             loss, norm = trainer.step(work.whole_batch(step, device=observer.device))
             observer.step(loss, norm, trainer.scored_tokens)
         return observer.finish(gpt.whole_weights(model, shape, layout))

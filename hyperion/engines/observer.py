@@ -2,15 +2,18 @@
 
 An adapter calls `start` before its first step, `step` after each optimizer step, and `finish` at the end, on every rank. All
 other values are measured in the run, most of them with PyTorch hooks, so they describe what the run did and not what the adapter
-intended.
+intended. The measurement ends with the last step of the work: a copy of the final state is not part of it, and neither are the
+steps that are traced afterwards.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,11 @@ from hyperion.engines.record import Group, Record
 from hyperion.engines.work import Work
 from hyperion.hardware.telemetry import Sampler, reader_for
 from hyperion.measure.memory_use.tensor_memory import PeakMemoryRegion
+from hyperion.measure.steps.step_parts import StepParts, StepTracer
 from hyperion.processes import world
 
 REPORT_INTERVAL_S = 1.0
+_LONGEST_REASON = 500
 _HASHING_THREADS = 4  # each of them holds the copy of a tensor
 _OPTIONS = ("weight_decay", "betas", "eps", "amsgrad", "decoupled_weight_decay")
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter")
@@ -74,6 +79,11 @@ class Observer:
         self._memory = PeakMemoryRegion(self.here.device)
         self._sampler: Sampler | None = None
         self._energy_steps = 0
+        self._used: _Used | None = None  # None until the last step of the work has ended
+        self._seen: _Seen | None = None
+        self._tracer: StepTracer | None = None
+        self._trace: StepParts | None = None
+        self._untraced = ""
 
     @property
     def device(self) -> str:
@@ -111,13 +121,16 @@ class Observer:
         self._start_s = self._now()
 
     def step(self, loss: float | Tensor | None, norm: float | Tensor | None, tokens: int) -> None:
-        """Record the end of an optimizer step.
+        """Record the end of an optimizer step. A step after the last one of a work with traced steps is traced instead.
 
         Args:
             loss: mean loss over this rank's tokens of the step, or over all its tokens; None on a rank that does not know it.
             norm: gradient norm before clipping, as returned by the framework's function; None if it returned none.
             tokens: number of scored tokens of this rank in the step, as counted by the framework or its data loader.
         """
+        if self._seen is not None:
+            self._end_traced_step()
+            return
         if self._sampler is not None:
             self._energy_steps += 1
         # Measure energy in the second half of the steps only, after compilation and warm-up. The sampler starts, with its first
@@ -140,38 +153,38 @@ class Observer:
         if self.here.rank == 0 and self._ends_s[-1] - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = self._ends_s[-1]
             self._on_step(len(self._ends_s), self._losses[-1])
+        if len(self._ends_s) == self.work.steps:
+            self._used = self._end_use()
+            if self.work.traced:
+                self._seen = self._end_observation()
+                self._start_tracer()
 
     def finish(self, state: dict[str, Tensor]) -> dict[str, Any]:
         """End the record, and return it for all ranks combined as a JSON-serializable dict. All ranks must call this method.
 
         Args:
-            state: the final state dict with Hugging Face names, complete on rank 0. Other ranks may pass an empty dict.
+            state: the final state dict with Hugging Face names, complete on rank 0. Other ranks may pass an empty dict. It is not
+                used if the work is timed.
         """
-        self._memory.__exit__(None, None, None)
-        peak = self._memory.peak
-        energy_j, unreadable = None, {} if peak.gib is not None else {"peak_memory_gib": peak.reason}
-        if self._sampler is not None:
-            self._sampler.__exit__(None, None, None)
-            telemetry = self._sampler.telemetry
-            energy_j = telemetry.energy_j
-            if energy_j is None and telemetry.power_w is not None:
-                energy_j = telemetry.power_w * (self._ends_s[-1] - self._ends_s[-1 - self._energy_steps])
-            if energy_j is None:
-                unreadable["energy_j"] = telemetry.unreadable.get("power_w", "no reading")
-        for handle in self._handles:
-            handle.remove()
+        used = self._used or self._end_use()  # a run may make fewer steps than the work has
+        seen = self._seen or self._end_observation()
+        unreadable = used.unreadable
+        if self._tracer is not None:
+            self._give_up_trace(RuntimeError("the run ended before its last traced step"))
+        if self._untraced:
+            unreadable = unreadable | {"trace": self._untraced}
         mine = {
             "losses": self._losses,
             "norms": self._norms,
-            "rows": [self._row_numbers(parts) for parts in self._inputs],
+            "rows": seen.rows,
             "times_s": list(np.diff([self._start_s, *self._ends_s])),
             "squares": self._squares,
             "tokens": self._tokens,
-            "groups": self._groups(),
-            "updates": self._updates(),
+            "groups": seen.groups,
+            "updates": seen.updates,
             "reduced": self._collectives.reduced,
-            "memory": peak.gib,
-            "energy_j": energy_j,
+            "memory": used.memory_gib,
+            "energy_j": used.energy_j,
         }
         ranks = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -181,6 +194,66 @@ class Observer:
         if self.here.rank == 0 and not self.work.timed:
             final = str(save_state(self.folder / "final.safetensors", state))
         return self._combined(ranks, final, unreadable).as_dict()
+
+    def finish_after(self, error: Exception) -> dict[str, Any] | None:
+        """Return the record of a run that failed in a traced step, with the error as the reason why there is no trace.
+
+        Return None if another part of the run failed, or if other ranks may wait for this one.
+        """
+        if self._seen is None or self._trace is not None or self.here.size > 1:
+            return None
+        self._give_up_trace(error)
+        return self.finish({})
+
+    def _end_use(self) -> "_Used":
+        """End the measurement of memory and energy."""
+        self._memory.__exit__(None, None, None)
+        peak = self._memory.peak
+        energy_j, unreadable = None, {} if peak.gib is not None else {"peak_memory_gib": peak.reason}
+        if self._sampler is not None:
+            self._sampler.__exit__(None, None, None)
+            telemetry = self._sampler.telemetry
+            power_w = telemetry.power_w
+            if telemetry.energy_j is not None and telemetry.window_s > 0:
+                # The energy counter was last read up to `interval_s` before the end of the last step.
+                power_w = telemetry.energy_j / telemetry.window_s
+            if power_w is not None:
+                energy_j = power_w * (self._ends_s[-1] - self._ends_s[-1 - self._energy_steps])
+            else:
+                unreadable["energy_j"] = telemetry.unreadable.get("power_w", "no reading")
+        return _Used(peak.gib, energy_j, unreadable)
+
+    def _end_observation(self) -> "_Seen":
+        """Remove the hooks, and return what they have read."""
+        for handle in self._handles:
+            handle.remove()
+        return _Seen([self._row_numbers(parts) for parts in self._inputs], self._groups(), self._updates())
+
+    def _start_tracer(self) -> None:
+        if self.here.rank != 0:
+            return
+        try:
+            self._tracer = StepTracer(self.here.device, self.work.traced)
+            self._tracer.start()
+        except Exception as error:  # the profiler may raise any exception, and the record does not depend on it
+            self._give_up_trace(error)
+
+    def _end_traced_step(self) -> None:
+        self._now()
+        if self._tracer is None:
+            return
+        try:
+            if self._tracer.end_step():
+                self._trace, self._tracer = self._tracer.parts(), None
+        except Exception as error:
+            self._give_up_trace(error)
+
+    def _give_up_trace(self, error: Exception) -> None:
+        self._untraced = f"not traced: {type(error).__name__}: {error}"[:_LONGEST_REASON]
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            with contextlib.suppress(Exception):  # the first error is the reason
+                tracer.stop()
 
     def _combined(self, ranks: list[dict[str, Any]], final: str, unreadable: dict[str, str]) -> Record:
         # Without `own_share`, each element counts 1 / copies, where copies is the number of ranks that hold it.
@@ -213,6 +286,7 @@ class Observer:
             energy_j=None if any(rank["energy_j"] is None for rank in ranks) else sum(rank["energy_j"] for rank in ranks),
             energy_steps=self._energy_steps,
             final_file=final,
+            trace=self._trace,
             unreadable=unreadable,
         )
 
@@ -288,6 +362,24 @@ class Observer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class _Used:
+    """Memory and energy of a rank up to its last step; see `Record`."""
+
+    memory_gib: float | None
+    energy_j: float | None
+    unreadable: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the hooks of a rank have read; see `Record`."""
+
+    rows: list[list[int]]
+    groups: list[Group]
+    updates: int
 
 
 class _Collectives(TorchDispatchMode):

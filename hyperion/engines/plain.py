@@ -21,7 +21,7 @@ def train(work: Work, observer: Observer, **how: Any) -> dict:
     model = work.load_model(observer.device)
     optimizer = work.adamw(model, **how)
     observer.start(model, model.get_input_embeddings(), model.state_dict())
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         losses = []
         for rows_BT in work.micro_batch_list(step, device=observer.device):
             with torch.autocast(torch.device(observer.device).type, torch.bfloat16, enabled=work.dtype == "bf16"):

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from hyperion.measure.steps.step_parts import StepParts
+
 
 @dataclass(frozen=True)
 class Group:
@@ -52,11 +54,12 @@ class Record:
         groups: parameter groups of the optimizer.
         optimizer_steps: number of updates, read from the optimizer state, or counted if the optimizer keeps no such number.
         reduced: number of gradient elements that the collectives of the first step reduced on rank 0, by dtype.
-        peak_memory_gib: largest peak of a rank in GiB: allocated device memory, or on a CPU the resident memory of the process.
-            None if it cannot be read.
+        peak_memory_gib: largest peak of a rank in GiB up to its last step: allocated device memory, or on a CPU the resident
+            memory of the process. None if it cannot be read.
         energy_j: energy of the last `energy_steps` steps in joules, summed over all ranks. None if it cannot be read.
         energy_steps: number of steps that `energy_j` covers.
         final_file: file with the final state dict with Hugging Face names; "" if the work is timed.
+        trace: parts of the traced steps on rank 0. None if no step was traced.
         unreadable: for each value that could not be read, the reason. The key is the name of the value.
     """
 
@@ -79,6 +82,7 @@ class Record:
     energy_j: float | None = None
     energy_steps: int = 0
     final_file: str = ""
+    trace: StepParts | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,4 +97,5 @@ class Record:
             Group(**{**group, "betas": tuple(group["betas"]), "learning_rates": tuple(group["learning_rates"])})
             for group in values["groups"]
         ]
-        return cls(**{**known, "groups": groups})
+        trace = None if known["trace"] is None else StepParts.of(known["trace"])
+        return cls(**{**known, "groups": groups, "trace": trace})

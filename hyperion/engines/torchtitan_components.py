@@ -29,7 +29,7 @@ def train(work: Work, observer: Observer) -> dict:
 
     observer.start(model, model.tok_embeddings, state())
     device_type = torch.device(observer.device).type
-    for step in range(work.steps):
+    for step in range(work.all_steps):
         losses, tokens = [], 0
         for rows_BT in work.micro_batch_list(step, device=observer.device):
             with torch.autocast(device_type, torch.bfloat16, enabled=work.dtype == "bf16"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.errors import HyperionError
+from hyperion.measure.steps.step_parts import WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,8 @@ class Work:
         micro_batches: number of parts into which each rank divides its rows of a step.
         timed: if True, gradient norms at the optimizer are read only in the first half of the steps, because reading them takes
             time, and the final state is not written, because that takes longer than the steps of a large model.
+        traced: number of steps that are traced after the other ones; see `all_steps`. It needs `timed`, because a final state
+            would be that after the traced steps.
         fused: whether AdamW updates all parameters in one fused kernel. Otherwise it uses torch's `foreach` implementation.
     """
 
@@ -55,9 +58,16 @@ class Work:
     clip_norm: float = 1.0
     micro_batches: int = 1
     timed: bool = False
+    traced: int = 0
     fused: bool = False
 
     def __post_init__(self):
+        if self.traced and not self.timed:
+            raise HyperionError(
+                f"{self.traced} steps are traced after a run that is not timed, so the final state would be that of other steps",
+                where="Work",
+                next_step="set timed to True, or traced to 0",
+            )
         if self.dtype not in DTYPES:
             raise HyperionError(
                 f"the number format of the work is {self.dtype!r}",
@@ -79,6 +89,14 @@ class Work:
         """Number of scored tokens in a step, summed over all ranks."""
         return self.batch_size * self.sequence_length
 
+    @property
+    def all_steps(self) -> int:
+        """Number of steps that an adapter performs: `steps`, and then the traced steps with those that start the tracer.
+
+        Only the first `steps` steps are part of the record and of its times. The others repeat the rows from the first step.
+        """
+        return self.steps + (WARM_UP_STEPS + self.traced if self.traced else 0)
+
     def tokens(self) -> np.ndarray:
         """Return the memory-mapped token file, int64 of shape [rows, sequence_length + 1]; see `stored_tokens`."""
         return stored_tokens(Path(self.folder))
@@ -86,7 +104,7 @@ class Work:
     def row_numbers(self, step: int, rank: int = 0, ranks: int = 1) -> list[range]:
         """Return the row numbers of each micro-batch of a rank in a step (counted from 0)."""
         each = self.batch_size // (ranks * self.micro_batches)
-        first = step * self.batch_size + rank * each * self.micro_batches
+        first = step % self.steps * self.batch_size + rank * each * self.micro_batches
         return [range(first + part * each, first + (part + 1) * each) for part in range(self.micro_batches)]
 
     def micro_batch_list(self, step: int, rank: int = 0, ranks: int = 1, device: str = "cpu") -> list[Tensor]:

@@ -25,8 +25,10 @@ _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hype
 _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.[0-9a-f]+\.tmp")
 _WORKSPACES = ("checkpoints", "adapters", "logs")  # folders to which training runs write many files that no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
-_IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
+_IN_WORKSPACES = (".json", ".safetensors", ".npy", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in these folders
 _TRACES = ("step_trace.json.gz", "memory_snapshot.pickle", "kernels.csv")  # names of the files that tracing a training step adds
+# Files with which frameworks that are launched in turn wait for each other; see `hyperion.engines.launch.launch_in_turn`.
+_TURNS = re.compile(r"turns/turn-\d+/(go|stop|ready-\d+-of-\d+)")
 _SETTLED_S = 3600.0  # a run that changed within this many seconds may still be in use
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
@@ -181,7 +183,8 @@ def _foreign_in_workspace(folder: Path) -> list[Path]:
 
     def is_foreign(path: Path) -> bool:
         copy = path.name.startswith("step-") and not _CHECKPOINT.fullmatch(path.name)
-        return copy or path.is_symlink() or not (_is_folder(path) or path.suffix in _IN_WORKSPACES or path.name in _TRACES)
+        known = path.suffix in _IN_WORKSPACES or path.name in _TRACES or bool(_TURNS.fullmatch("/".join(path.parts[-3:])))
+        return copy or path.is_symlink() or not (_is_folder(path) or known)
 
     return [path for path in entries if is_foreign(path)]
 

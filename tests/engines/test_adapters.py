@@ -80,6 +80,17 @@ def test_adapters_on_one_rank(name, micro_batches, tiny_work, tmp_path, referenc
     assert set(record.versions) == set(STACKS[name].packages)
 
 
+@pytest.mark.parametrize("name", ["HF Trainer", "accelerate", "hyperion"])
+def test_adapters_trace_steps_after_those_of_the_work(name, tiny_work, tmp_path, reference):
+    work = replace(tiny_work, micro_batches=1, timed=True, traced=1)
+    with process_group():
+        observer = Observer(work, name, STACKS[name].packages, tmp_path)
+        record = Record.of(import_module(STACKS[name].adapter).train(work, observer))
+    assert unequal(work, record, reference, plain.first_losses(work)) == []
+    assert record.losses == pytest.approx(reference.losses, abs=TOLERANCE)
+    assert record.trace is not None and record.trace.parts_s["matrix products"] > 0
+
+
 def train_all(stacks: dict[str, dict]) -> dict:
     """Train with several frameworks on the same ranks: their start takes longer than all trainings."""
     records = {}

@@ -1,18 +1,31 @@
 """Launching frameworks: the others continue after one was killed, and what is unavailable is no failure."""
 
 import json
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hyperion.commands.frameworks import app
 from hyperion.engines import STACKS, Record, Stack, stack_named
-from hyperion.engines.launch import Outcome, Unavailable, exit_code, failure_of, launch, launch_all, launch_in_turn, wait_for_turn
+from hyperion.engines.launch import (
+    Outcome,
+    Unavailable,
+    exit_code,
+    failure_of,
+    launch,
+    launch_all,
+    launch_in_turn,
+    train_on_rank,
+    wait_for_turn,
+)
 from hyperion.errors import HyperionError
 
 
@@ -142,6 +155,26 @@ def test_a_run_without_the_packages_of_its_framework_is_refused(tiny_work, tmp_p
         launch(stack_named("accelerate"), tiny_work, tmp_path)
 
 
+def test_a_failure_in_a_traced_step_is_no_failure_of_the_framework(tiny_work, tmp_path, monkeypatch):
+    adapter = ModuleType("failing_adapter")
+
+    def train(work, observer):
+        observer.start(observer, None, {"weight": torch.zeros(1)})
+        for _ in range(tiny_work.steps + 1):
+            observer.step(1.0, 1.0, 1)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(adapter, "train", train, raising=False)
+    monkeypatch.setitem(sys.modules, "failing_adapter", adapter)
+    values = {"adapter": "failing_adapter", "name": "failing", "packages": [], "folder": str(tmp_path), "options": {}}
+    timed = replace(tiny_work, timed=True)
+    record = Record.of(train_on_rank(work=replace(timed, traced=2).as_dict(), **values))
+    assert len(record.step_times_s) == tiny_work.steps and record.trace is None
+    assert record.unreadable["trace"] == "not traced: RuntimeError: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train_on_rank(work=timed.as_dict(), **values)
+
+
 def test_the_steps_of_a_run_are_reported(tiny_work, tmp_path, monkeypatch):
     def run_job(job, on_line, on_progress) -> dict:
         for done, loss in ((1, "5.25"), (2, ""), (3, "nan")):
@@ -197,4 +230,4 @@ def _record_without_versions() -> dict:
     values = {name: [] for name in ("losses", "norms", "clipped_norms", "step_times_s", "rows", "groups")}
     texts = dict.fromkeys(("stack", "engine", "device", "initial_sha256", "final_file"), "")
     numbers = dict.fromkeys(("ranks", "counted_tokens", "optimizer_steps", "peak_memory_gib", "energy_steps"), 0)
-    return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "unreadable": {}}
+    return values | texts | numbers | {"versions": {}, "reduced": {}, "energy_j": None, "trace": None, "unreadable": {}}

@@ -1,18 +1,25 @@
 """The observer: what it measures does not change the steps that are timed."""
 
 import importlib.metadata
+import json
 import sys
 import time
 from dataclasses import replace
 from types import ModuleType
 
+import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hyperion.engines import observer as observers
+from hyperion.engines import plain
 from hyperion.engines.observer import Observer, sha256_of_state, versions_of
 from hyperion.engines.record import Record
 from hyperion.engines.work import Work
+from hyperion.errors import HyperionError
 from hyperion.hardware import Telemetry
+from hyperion.measure.memory_use.tensor_memory import PeakMemory
+from hyperion.measure.steps.step_parts import PARTS
 
 
 def test_the_start_of_the_sampler_is_in_no_timed_step(monkeypatch, tmp_path):
@@ -34,6 +41,111 @@ def test_the_start_of_the_sampler_is_in_no_timed_step(monkeypatch, tmp_path):
     assert record.step_times_s[1] > 0.3 and max(record.step_times_s[2:]) < 0.2
     assert calls[0] == 1 and record.energy_steps == 2
     assert record.energy_j == 10.0 * sum(record.step_times_s[2:])
+
+
+@pytest.mark.parametrize("traced", [0, 2])
+def test_energy_and_memory_end_with_the_last_step(monkeypatch, tmp_path, traced):
+    used_gib = 1.0
+
+    class Region:
+        def __init__(self, device):
+            self.peak = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            self.peak = PeakMemory("peak_rss_gib", used_gib)
+
+    # A device of 100 W with an energy counter.
+    monkeypatch.setattr(observers, "reader_for", lambda device: lambda: Telemetry(energy_j=100.0 * time.monotonic()))
+    monkeypatch.setattr(observers, "PeakMemoryRegion", Region)
+    monkeypatch.setattr(observers, "StepTracer", NoTracer)
+    monkeypatch.setattr(Observer, "_row_numbers", lambda self, parts: [])
+    observer = Observer(Work(str(tmp_path), 4, 1, 1, timed=True, traced=traced), "stack", (), tmp_path)
+    state = {"weight": torch.zeros(1)}
+    observer.start(observer, None, state)
+    for _ in range(4):
+        time.sleep(0.15)
+        observer.step(1.0, 1.0, 1)
+    used_gib = 9.0
+    for _ in range(1 + traced if traced else 0):
+        observer.step(1.0, 1.0, 1)
+    time.sleep(0.6)  # as long as an adapter copies the final state of a large model to the host
+    record = Record.of(observer.finish(state))
+    assert len(record.step_times_s) == len(record.losses) == 4 and record.counted_tokens == 4
+    assert record.energy_j == pytest.approx(100.0 * sum(record.step_times_s[2:]), rel=0.01)
+    assert record.peak_memory_gib == 1.0
+
+
+class NoTracer:
+    """A profiler that does not start."""
+
+    def __init__(self, device, steps):
+        pass
+
+    def start(self):
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    def stop(self):
+        raise RuntimeError("the profiler does not run")
+
+
+def test_a_profiler_that_fails_leaves_the_record_and_a_reason(monkeypatch, tmp_path, tiny_work):
+    monkeypatch.setattr(observers, "StepTracer", NoTracer)
+    work = replace(tiny_work, timed=True, traced=1)
+    record = Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path)))
+    assert record.trace is None and len(record.losses) == 4
+    assert record.unreadable["trace"] == "not traced: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+
+
+def test_traced_steps_change_nothing_in_the_record(tmp_path, tiny_work):
+    """The judge sees the same run, so the traced steps are those of an equal work."""
+    timed = replace(tiny_work, timed=True)
+    runs = [replace(timed, traced=traced) for traced in (0, 1)]
+    hooks = len(_global_optimizer_pre_hooks)
+    without, traced = (Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path))) for work in runs)
+    assert len(_global_optimizer_pre_hooks) == hooks
+    same = ("losses", "norms", "clipped_norms", "rows", "counted_tokens", "groups", "optimizer_steps", "initial_sha256")
+    assert [getattr(without, name) for name in same] == [getattr(traced, name) for name in same]
+    assert without.trace is None and "trace" not in without.unreadable
+    assert traced.trace is not None and traced.trace.steps == 1 and set(traced.trace.parts_s) == set(PARTS)
+    assert Record.of(json.loads(json.dumps(traced.as_dict()))) == traced
+
+
+def test_a_run_that_fails_in_a_traced_step_still_has_its_times(tmp_path, tiny_work):
+    def failing(work: Work, steps: int) -> Record | None:
+        observer = Observer(work, "plain loop", (), tmp_path)
+        observer.start(observer, None, {"weight": torch.zeros(1)})
+        for _ in range(steps):
+            observer.step(1.0, 1.0, 1)
+        answer = observer.finish_after(RuntimeError("out of memory"))
+        assert not torch.autograd._profiler_enabled()  # a process that ends with a running profiler crashes
+        return None if answer is None else Record.of(answer)
+
+    def ended_early(work: Work) -> Record:
+        observer = Observer(work, "plain loop", (), tmp_path)
+        observer.start(observer, None, {"weight": torch.zeros(1)})
+        for _ in range(work.steps + 1):
+            observer.step(1.0, 1.0, 1)
+        record = Record.of(observer.finish({}))
+        assert not torch.autograd._profiler_enabled()
+        return record
+
+    timed = replace(tiny_work, timed=True)
+    record = failing(replace(timed, traced=2), 5)
+    assert record is not None and len(record.step_times_s) == 4
+    assert record.unreadable["trace"] == "not traced: RuntimeError: out of memory"
+    assert "before its last traced step" in ended_early(replace(timed, traced=2)).unreadable["trace"]
+    assert failing(replace(timed, traced=2), 3) is None  # in a step of the work
+    assert failing(timed, 4) is None  # after the steps of a work that traces none
+
+
+def test_only_a_timed_work_can_have_traced_steps(tiny_work):
+    with pytest.raises(HyperionError, match="not timed"):
+        replace(tiny_work, traced=2)
+    work = replace(tiny_work, timed=True, traced=2)
+    assert work.all_steps == 4 + 1 + 2 and work.row_numbers(4) == work.row_numbers(0)
 
 
 def test_a_timed_run_writes_no_final_state(monkeypatch, tmp_path):

@@ -32,6 +32,10 @@ def checkout(tmp_path, monkeypatch):
     (checkpoint / "model.safetensors").write_bytes(bytes(8))
     for name in (TRACE, SNAPSHOT, KERNELS):
         (checkpoint.parents[1] / name).write_bytes(bytes(8))
+    for name in ("work/tokens.npy", "turns/turn-3/go", "turns/turn-3/stop", "turns/turn-3/ready-0-of-1"):
+        file = tmp_path / "results/old/checkpoints/n.e/4567" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     (tmp_path / "results/latest").symlink_to("old")
     for name in ("raw/wikitext-2", "processed/wikitext-2-0123", "raw/hub/org--model"):
         with staged(tmp_path / "data" / name) as work:
@@ -81,6 +85,7 @@ def test_caches_go_and_runs_and_data_only_when_asked(checkout):
         ("results/old/thesis.tex", "runs"),
         ("results/old/samples/thesis.tex", "runs"),
         ("results/old/checkpoints/n.e/0123/seed-0/step-best/model.safetensors", "runs"),
+        ("results/old/checkpoints/n.e/0123/go", "runs"),
         ("results/relaunch/thesis.tex", "runs"),
         ("results/relaunch/A/thesis.tex", "runs"),
         ("results/relaunch/B/1/thesis.tex", "runs"),

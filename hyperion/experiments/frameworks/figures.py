@@ -1,15 +1,16 @@
-"""Figures for the chapter on frameworks: differences from the plain loop, planted unfairness, Trainer defaults, and speed."""
+"""Figures for the chapter on frameworks: unfairness, differences from the plain loop, Trainer defaults, speed, parts of steps."""
 
 import math
 from collections.abc import Sequence
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, new_figure
+from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, errors_of, new_figure
 from hyperion.results import Row
 
 TITLES = {
@@ -85,6 +86,63 @@ def framework_speed(material: Material) -> Figure | None:
     return figure
 
 
+def framework_parts(material: Material) -> Figure | None:
+    """Draw the parts of a traced step of each framework as one bar, the fastest step first."""
+    rows = [row for row in measured(material.of("framework_speed")) if row.metric == "part_time_s"]
+    if not rows:
+        return None
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        times.setdefault(row.variant, {})[row.params["part"]] = 1e3 * not_none(row.value)
+    names = sorted(times, key=lambda name: sum(times[name].values()))
+    parts = [part for part in dict.fromkeys(row.params["part"] for row in rows) if any(times[name].get(part) for name in names)]
+    machine = material.machine("framework_speed")
+    figure, (axes,) = new_figure("Parts of a traced step", machine, 1, height=2.6 + 0.42 * len(names))
+    left = [0.0] * len(names)
+    for part, colour in zip(parts, _part_colours(parts), strict=True):
+        widths = [times[name].get(part, 0.0) for name in names]
+        axes.barh(range(len(names)), widths, left=left, height=0.7, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a step under the profiler (ms)")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8, frameon=False)
+    slow = [row for row in measured(material.of("framework_speed")) if row.metric == "tracing_slowdown"]
+    cost = ", ".join(f"{row.variant} {number(row.value, 3)}" for row in slow)
+    add_notes(figure, [f"Traced step time over timed step time: {cost}." if cost else "", *_untraced(material)])
+    return figure
+
+
+def _part_colours(parts: Sequence[str]) -> list[str]:
+    """Return a colour for each part. Idle time and other work are grey."""
+    grey = {"idle": GRID, "other": MUTED}
+    colours = iter(COLOURS)
+    return [grey.get(part) or next(colours) for part in parts]
+
+
+def _untraced(material: Material) -> list[str]:
+    rows = [row for row in material.of("framework_speed") if row.metric == "traced_step_time_s" and row.value is None]
+    return [f"{row.variant}: {row.value_reason[:160]}." for row in rows]
+
+
+def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:
+    """Return a dict that maps the path of the flat table to the table: the kernels of a traced step that take the most time."""
+    rows = [row for own in runs for row in own if row.metric == "kernel_time_s" and row.value is not None]
+    lines = [
+        {
+            "framework": row.variant,
+            "kernel": row.params["kernel"],
+            "operator": row.params["operator"],
+            "part": row.params["part"],
+            "calls_per_step": row.params["calls"],
+            "time_per_step_s": row.value,
+        }
+        for row in rows
+    ]
+    return {"frameworks/kernels.csv": pd.DataFrame(lines)}
+
+
 def _draw_differences(axes: Axes, rows: Sequence[Row], label: str, bound: float | None = None) -> None:
     """Draw one mark for each row on a logarithmic axis, and the bound. A difference of zero is a hollow mark at the left end."""
     values = [not_none(row.value) for row in rows]
@@ -119,4 +177,5 @@ PLOTS = (
     Plot("framework_parity", "framework_parity", "Differences of frameworks from the plain loop.", framework_parity),
     Plot("trainer_defaults", "trainer_defaults", "Change of the losses by defaults of a Trainer.", trainer_defaults),
     Plot("framework_speed", "framework_speed", "Throughput and memory of frameworks on equal work.", framework_speed),
+    Plot("framework_parts", "framework_speed", "Parts of a traced step of each framework.", framework_parts),
 )

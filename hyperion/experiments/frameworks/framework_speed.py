@@ -3,6 +3,9 @@
 A step time is measured from the end of one step to the end of the next, with a synchronized device, so it includes data loading,
 callbacks and logging. The first half of the steps of a launch is warm-up. The value of a launch is the median of its other step
 times. The confidence interval is computed over launches.
+
+After its timed steps, the first launch of each framework traces a few steps. The time of a traced step is split by part, such as
+matrix products or the optimizer, and each part is compared with that of the plain loop.
 """
 
 from collections.abc import Sequence
@@ -18,9 +21,11 @@ from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_in_turn
 from hyperion.engines.work import WEIGHTS
+from hyperion.errors import not_none
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
 from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
-from hyperion.hardware import gemm_path, peak
+from hyperion.hardware import Device, gemm_path, peak
+from hyperion.measure.steps.step_parts import IDLE, PARTS, Kernel, StepParts
 from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
 from hyperion.results import Estimate, Row
 from hyperion.results.statistics import launches_estimate, median_estimate, ratio_estimate
@@ -29,6 +34,12 @@ from hyperion.workloads.training_rows import flops_floor
 RATIO, FASTER = "speed relative to the plain loop", "frameworks that are significantly faster"
 # Twins of the plain loop: runs that differ from it only in rounding.
 TWIN, OTHER_TWIN = "plain loop, two micro-batches", "plain loop, AdamW without fusion"
+# Metrics of the traced steps.
+TRACED = ("traced_step_time_s", "tracing_slowdown", "part_time_s", "part_difference_s", "kernel_time_s")
+_TOP_KERNELS, _NAME_LENGTH = 12, 120
+_REST = "all other kernels"
+_MOST = 0.8  # share of a difference that its named parts explain
+_CLOCK_TOLERANCE = 0.02
 _NO_LEAST = "no limit: the least memory that a step needs is not derived"
 
 
@@ -38,10 +49,12 @@ class FrameworkSpeedOptions(WorkOptions):
     Args:
         stacks: names of the frameworks. The plain loop must be one of them.
         launches: number of launches of each framework.
+        traced_steps: number of steps that the first launch of each framework traces.
     """
 
     stacks: tuple[str, ...]
     launches: int
+    traced_steps: int = 2
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -73,8 +86,9 @@ def run(context: Context, report: Report) -> Result:
         order = passed[number % len(passed) :] + passed[: number % len(passed)]
         remaining = [stack_named(name) for name in order if name not in outcomes]
 
-        def launch_one(stack: Stack, turn: Path, before: int, label: str = f"{number}") -> Record:
-            return _launch(context, options, works[stack.name], stack, label, turn, before)
+        def launch_one(stack: Stack, turn: Path, before: int, number: int = number) -> Record:
+            traced = options.traced_steps if number == 0 and stack.name in passed else 0
+            return _launch(context, options, replace(works[stack.name], traced=traced), stack, f"{number}", turn, before)
 
         launched = [*twins, *remaining] if number == 0 else remaining
         for outcome in launch_in_turn(launched, launch_one, context.workspace / "turns"):
@@ -94,6 +108,7 @@ def run(context: Context, report: Report) -> Result:
     shape = random_llama_shape(options.model, work.config()["vocab_size"])
     rows: list[Row] = []
     times: dict[str, list[float]] = {}
+    traces: dict[str, StepParts] = {}
     for name in options.stacks:
         runs = records.get(name, [])
         reason = outcomes[name].reason if name in outcomes else _refusal(work, runs, plain[0], tolerance)
@@ -105,7 +120,11 @@ def run(context: Context, report: Report) -> Result:
         difference = max(loss_difference(record, plain[0]) for record in runs)
         check = checked(f"losses of the plain loop, {TWIN_FACTOR:g} x its two twins", difference, tolerance)
         rows += _speed_rows(context, options, shape, stack_named(name), runs, check, source)
+        rows += _trace_rows(context, options, stack_named(name), runs[0], source)
+        if runs[0].trace is not None:
+            traces[name] = runs[0].trace
     rows += _comparison_rows(context, options, times, source)
+    rows += _part_difference_rows(context, options, traces, source)
     frames = {f"{name}, launch {number}": record for name, runs in records.items() for number, record in enumerate(runs, 1)}
     return Result(rows, step_frame(frames), source)
 
@@ -122,6 +141,62 @@ def ranking(estimates: dict[str, Estimate]) -> dict[str, int]:
         name: sum(other.ci_low > mine.ci_high for key, other in estimates.items() if key != name)
         for name, mine in estimates.items()
     }
+
+
+def part_table(rows: Sequence[Row]) -> pd.DataFrame:
+    """Return the time of each part of a traced step in milliseconds, with one column for each framework.
+
+    The last column contains the difference between the plain loop and the fastest other framework.
+
+    Args:
+        rows: rows of this experiment.
+    """
+    times, differences = (_by_framework(rows, metric) for metric in ("part_time_s", "part_difference_s"))
+    columns = {name: {part: f"{1e3 * seconds:.2f}" for part, seconds in parts.items()} for name, parts in times.items()}
+    if name := _fastest(rows):
+        columns[f"{name} - {PLAIN}"] = {part: f"{1e3 * seconds:+.2f}" for part, seconds in differences[name].items()}
+    return pd.DataFrame(columns).rename_axis("part").reset_index()
+
+
+def explained_difference(rows: Sequence[Row]) -> str:
+    """Return a sentence that names the parts of a step that make most of the difference between two frameworks.
+
+    The frameworks are the plain loop and the fastest other one. The sentence is "" if one of them has no trace.
+
+    Args:
+        rows: rows of this experiment.
+    """
+    if not (name := _fastest(rows)):
+        return ""
+    differences = _by_framework(rows, "part_difference_s")[name]
+    whole = sum(differences.values())
+    sign = 1 if whole > 0 else -1
+    named, reached = [], 0.0
+    # Parts with a difference in the direction of the whole difference come first.
+    for part, difference in sorted(differences.items(), key=lambda item: -sign * item[1]):
+        named.append(f"{part} ({1e3 * difference:+.3g} ms)")
+        reached += sign * difference
+        if reached >= _MOST * abs(whole):
+            break
+    compared = f"{1e3 * abs(whole):.3g} ms {'more' if whole > 0 else 'less'} than one of the {PLAIN}"
+    return f"A traced step of {name} takes {compared}. Most of this difference is in: {', '.join(named)}."
+
+
+def _fastest(rows: Sequence[Row]) -> str:
+    """Return the name of the fastest framework that has traced steps, other than the plain loop, or "" if there is none."""
+    traced = _by_framework(rows, "part_difference_s")
+    timed = (row for row in rows if row.metric == "step_time_s" and row.value is not None)
+    times = {row.variant: not_none(row.value) for row in timed if row.variant in traced}
+    return min(times, key=times.__getitem__, default="")
+
+
+def _by_framework(rows: Sequence[Row], metric: str) -> dict[str, dict[str, float]]:
+    """Return the values of a metric by framework and part."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.metric == metric and row.value is not None:
+            found.setdefault(row.variant, {})[row.params["part"]] = row.value
+    return found
 
 
 def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[str], dict[str, Outcome]]:
@@ -233,6 +308,76 @@ def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: di
             ratio = ratio_estimate(times[name], times[PLAIN])
             why = "no limit: how far the plain loop stays below its own limit is not bounded"
             rows.append(context.row(name, "rate_ratio", ratio, params=params | {"what": RATIO}, limit_source=why, **shared))
+    return rows
+
+
+def _trace_rows(context: Context, options: FrameworkSpeedOptions, stack: Stack, record: Record, source: str) -> list[Row]:
+    """Return the rows of the traced steps of a launch: their time, the cost of the profiler, the parts and the top kernels."""
+    params, trace = _params(context, options, stack), record.trace
+    shared: dict[str, Any] = {"dtype": options.dtype, "data_source": source}
+    if trace is None:
+        reason = record.unreadable.get("trace", "not traced: the option traced_steps is 0")
+        return [context.absent_row(stack.name, "traced_step_time_s", reason, params=params, **shared)]
+    params |= {"traced_steps": trace.steps}
+    error = abs(sum(trace.parts_s.values()) / trace.step_time_s - 1)
+    check = checked("parts and idle time = step by the host's clock", error, trace.tolerance_s / trace.step_time_s)
+    slowdown = trace.step_time_s / _median_s(record)
+    rows = [
+        context.row(stack.name, "traced_step_time_s", trace.step_time_s, params=params, **shared, **check),
+        context.row(
+            stack.name, "tracing_slowdown", slowdown, params=params, **shared, **_busy_check(context.device, record, trace)
+        ),
+    ]
+    for part in PARTS:
+        rows.append(
+            context.row(stack.name, "part_time_s", trace.parts_s[part], params=params | {"part": part}, **shared, **check)
+        )
+    for kernel in _top_kernels(trace.kernels):
+        what = {"kernel": kernel.name, "operator": kernel.operator, "part": kernel.part, "calls": kernel.calls}
+        rows.append(context.row(stack.name, "kernel_time_s", kernel.time_s, params=params | what, **shared))
+    return rows
+
+
+def _busy_check(device: Device, record: Record, trace: StepParts) -> dict[str, Any]:
+    """Check on an accelerator that the traced kernels fit into a timed step, so that they are those of the timed steps.
+
+    The profiler slows the host, but not the kernels. The tolerance is 2 % for other clock rates of the device, and the range
+    of the timed steps, relative to their median. On a CPU, the profiler slows the operators, so there is no check.
+    """
+    if device.kind == "cpu":
+        return {}
+    timed_s = record.step_times_s[len(record.step_times_s) // 2 :]
+    error = max(0.0, (trace.step_time_s - trace.parts_s[IDLE]) / _median_s(record) - 1)
+    tolerance = _CLOCK_TOLERANCE + (max(timed_s) - min(timed_s)) / _median_s(record)
+    return checked("kernels of a traced step fit into a timed step", error, tolerance)
+
+
+def _top_kernels(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the kernels with the longest times, with shortened names, and one entry for all others."""
+    merged: dict[tuple[str, str, str], Kernel] = {}
+    for kernel in kernels:
+        key = (kernel.name[:_NAME_LENGTH], kernel.operator[:_NAME_LENGTH], kernel.part)
+        before = merged.get(key, Kernel(*key, 0.0, 0.0))
+        merged[key] = Kernel(*key, before.calls + kernel.calls, before.time_s + kernel.time_s)
+    ordered = sorted(merged.values(), key=lambda kernel: -kernel.time_s)
+    top, rest = ordered[:_TOP_KERNELS], ordered[_TOP_KERNELS:]
+    others = Kernel(_REST, "", "", sum(kernel.calls for kernel in rest), sum(kernel.time_s for kernel in rest))
+    return [*top, others] if rest else top
+
+
+def _part_difference_rows(
+    context: Context, options: FrameworkSpeedOptions, traces: dict[str, StepParts], source: str
+) -> list[Row]:
+    """Return a row for each part of each framework but the plain loop. There are none if the plain loop has no trace."""
+    if (plain := traces.get(PLAIN)) is None:
+        return []
+    rows = []
+    for name, trace in traces.items():
+        params = _params(context, options, stack_named(name)) | {"traced_steps": trace.steps}
+        for part in PARTS if name != PLAIN else ():
+            difference = trace.parts_s[part] - plain.parts_s[part]
+            what: dict[str, Any] = {"dtype": options.dtype, "params": params | {"part": part}, "data_source": source}
+            rows.append(context.row(name, "part_difference_s", difference, **what))
     return rows
 
 

@@ -211,7 +211,7 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         raw = json.loads(path.read_text())["traceEvents"]
-    windows = [_ends(event) for event in raw if event.get("cat") == "user_annotation" and event["name"] == _WINDOW]
+    windows = [ends_of(event) for event in raw if event.get("cat") == "user_annotation" and event["name"] == _WINDOW]
     # The median of three windows is robust against one interruption.
     start, end = sorted(windows, key=lambda ends: ends[1] - ends[0])[_WINDOWS // 2]
     events = (gpu_events(raw, torch.device(device.torch_device).index) if gpu else cpu_events(raw)) + _regions(raw)
@@ -238,13 +238,21 @@ def run_step(step: Callable, data: Callable[[], object] | None, region: Callable
         step(*batch)
 
 
+def is_fused(name: str) -> bool:
+    """Return True if this is a kernel that Inductor made from elementwise operators and reductions.
+
+    Its name may contain the name of a neighbouring matrix product, attention or collective that another kernel computes.
+    """
+    return bool(_FUSED.match(name))
+
+
 def kernel_kind(name: str) -> str:
     """Return the kind of a GPU kernel, derived from its name.
 
     The kind is communication, GEMM (including convolutions and attention), or memory-bound for all other kernels.
     """
     # This is checked first, because the name of a fused kernel can contain the name of a product.
-    if _FUSED.match(name):
+    if is_fused(name):
         return MEMORY
     if _COLLECTIVE.search(name):
         return COMMUNICATION
@@ -267,42 +275,48 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
         raw: events of the trace.
         index: index of the GPU. None means all GPUs.
     """
+    events = []
+    for event in device_work(raw, index):
+        kind = MEMORY
+        if event["cat"] == "kernel":
+            kind = kernel_kind(event["name"])
+        elif event["cat"] == "gpu_memcpy" and _HOST_COPY.search(event["name"]):
+            kind = COPIES
+        events.append(Event(event["name"], *ends_of(event), event["args"].get("stream", 0), kind))
+    return events
+
+
+def device_work(raw: list[dict], index: int | None) -> list[dict]:
+    """Return the events of `raw` that are kernels, copies and memory fills of one GPU; see `gpu_events`."""
     work = [event for event in raw if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     # A tracer can number the GPUs differently from PyTorch. If the trace contains only one GPU, it must be the right one.
     alone = len({event["args"].get("device") for event in work}) < 2
-    events = []
-    for event in work:
-        category, about = event["cat"], event["args"]
-        if not alone and index is not None and about.get("device") != index:
-            continue
-        kind = MEMORY
-        if category == "kernel":
-            kind = kernel_kind(event["name"])
-        elif category == "gpu_memcpy" and _HOST_COPY.search(event["name"]):
-            kind = COPIES
-        events.append(Event(event["name"], *_ends(event), about.get("stream", 0), kind))
-    return events
+    return [event for event in work if alone or index is None or event["args"].get("device") == index]
 
 
 def cpu_events(raw: list[dict]) -> list[Event]:
     """Return the operators of all threads in a trace. The time of an operator excludes that of the operators that it calls."""
     operators = [
-        Event(event["name"], *_ends(event), event["tid"], operator_kind(event["name"]))
-        for event in raw
-        if event.get("ph") == "X" and (event.get("cat") == "cpu_op" or _WORK_NOTED.search(event["name"]))
+        Event(event["name"], *ends_of(event), event["tid"], operator_kind(event["name"])) for event in raw if is_host_work(event)
     ]
     return innermost(operators) if operators else []
 
 
+def is_host_work(event: dict) -> bool:
+    """Return True if an event of a trace is an operator, or other work of the CPU that the profiler records as a region."""
+    return event.get("ph") == "X" and (event.get("cat") == "cpu_op" or bool(_WORK_NOTED.search(event["name"])))
+
+
 def _regions(raw: list[dict]) -> list[Event]:
     return [
-        Event(event["name"], *_ends(event), "host", _REGIONS[event["name"]])
+        Event(event["name"], *ends_of(event), "host", _REGIONS[event["name"]])
         for event in raw
         if event.get("cat") == "user_annotation" and event["name"] in _REGIONS
     ]
 
 
-def _ends(event: dict) -> tuple[int, int]:
+def ends_of(event: dict) -> tuple[int, int]:
+    """Return start and end of an event of a trace in nanoseconds."""
     # Times in the trace are microseconds with three decimals.
     start = round(event["ts"] * 1e3)
     return start, start + round(event["dur"] * 1e3)

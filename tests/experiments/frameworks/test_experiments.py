@@ -12,12 +12,21 @@ from hyperion.engines.observer import Observer
 from hyperion.engines.work import distinct_rows
 from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks import framework_parity, framework_speed, planted_unfairness, trainer_defaults
+from hyperion.experiments.frameworks.figures import flat_tables
 from hyperion.experiments.frameworks.framework_parity import BITS, WORK
-from hyperion.experiments.frameworks.framework_speed import FASTER, RATIO, ranking
-from hyperion.results import Estimate
+from hyperion.experiments.frameworks.framework_speed import FASTER, RATIO, TRACED, explained_difference, part_table, ranking
+from hyperion.hardware import detect_cpu
+from hyperion.measure.steps.step_parts import PARTS, StepParts
+from hyperion.results import Estimate, Row
 from tests.chapter.toy import by_params, perform, toy_context
 
 pytestmark = pytest.mark.slow
+UNCHECKED = {"limit_source": "no limit: made up", "n": 1, "ci_low": 0.0, "ci_high": 1.0}
+NO_RECORD = {
+    **dict.fromkeys(("stack", "engine", "device", "initial_sha256"), ""),
+    **{name: [] for name in ("losses", "norms", "clipped_norms", "rows", "groups")},
+    **{"ranks": 1, "versions": {}, "counted_tokens": 0, "optimizer_steps": 0, "reduced": {}, "peak_memory_gib": None},
+}
 SIZES = {"model": "random_llama_d64_l2", "tokens": "bytes", "sequence_length": 16, "batch_size": 4, "steps": 4}
 
 
@@ -96,6 +105,69 @@ def test_speed_is_measured_for_equal_work_only(tmp_path, in_this_process):
     assert rates["plain loop"] == pytest.approx(64 / times["plain loop"].value)
     assert by_params(result.rows, "rate_ratio", what=RATIO).keys() == {"hyperion"}
     assert by_params(result.rows, "count", what=FASTER).keys() == {"plain loop", "hyperion"}
+    traced = by_params(result.rows, "traced_step_time_s", traced_steps=2)
+    assert traced.keys() == by_params(result.rows, "tracing_slowdown").keys() == {"plain loop", "hyperion"}
+    parts = {part: by_params(result.rows, "part_time_s", part=part) for part in PARTS}
+    for name, row in traced.items():
+        assert sum(parts[part][name].value for part in PARTS) == pytest.approx(row.value, rel=row.check_tolerance)
+        assert row.check_error <= row.check_tolerance and parts["matrix products"][name].value > 0
+        kernels = [row for row in result.rows if row.metric == "kernel_time_s" and row.variant == name]
+        assert len(kernels) == 13 and kernels[-1].params["kernel"] == "all other kernels"
+    differences = {part: by_params(result.rows, "part_difference_s", part=part) for part in PARTS}
+    assert all(found.keys() == {"hyperion"} for found in differences.values())
+    between = parts["loss"]["hyperion"].value - parts["loss"]["plain loop"].value
+    assert differences["loss"]["hyperion"].value == pytest.approx(between)
+    assert list(part_table(result.rows).columns) == ["part", "plain loop", "hyperion", "hyperion - plain loop"]
+    assert list(flat_tables([result.rows])["frameworks/kernels.csv"]["framework"].unique()) == ["plain loop", "hyperion"]
+
+
+def test_a_framework_that_is_not_traced_is_timed_and_has_the_reason(tmp_path, in_this_process, monkeypatch):
+    def untraced(stack: Stack, work: Work, *arguments, **options) -> Record:
+        assert work.traced == (2 if stack.name in ("plain loop", "hyperion") else 0)  # and not in the twins
+        record = launched(stack, replace(work, traced=0), *arguments, **options)
+        return replace(record, unreadable={"trace": "not traced: RuntimeError: CUPTI"} | record.unreadable)
+
+    monkeypatch.setattr(framework_speed, "launch", untraced)
+    sizes = SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 1, "steps": 6}
+    rows = perform(toy_context("framework_speed", sizes, tmp_path), tmp_path).rows
+    assert by_params(rows, "step_time_s").keys() == {"plain loop", "hyperion"}
+    (row,) = [row for row in rows if row.metric in TRACED and row.variant == "hyperion"]
+    assert row.value is None and row.value_reason == "not traced: RuntimeError: CUPTI"
+    assert explained_difference(rows) == "" and part_table(rows).empty
+
+
+def test_the_parts_that_explain_the_difference_of_the_fastest_framework_are_named():
+    def row(name: str, metric: str, value: float, **params) -> Row:
+        return Row(
+            notebook="n", experiment="framework_speed", variant=name, metric=metric, value=value, params=params, **UNCHECKED
+        )
+
+    seconds = {"plain loop": 0.25, "slow": 0.3, "fast": 0.2}
+    rows = [row(name, "step_time_s", value, n=1) for name, value in seconds.items()]
+    changes = {"attention": -0.020, "idle": 0.014, "copies and casts": -0.012, "loss": -0.013}
+    rows += [row("fast", "part_difference_s", value, part=part) for part, value in changes.items()]
+    rows += [row("slow", "part_difference_s", 0.05, part="idle")]
+    assert explained_difference(rows) == (
+        "A traced step of fast takes 31 ms less than one of the plain loop. "
+        "Most of this difference is in: attention (-20 ms), loss (-13 ms)."
+    )
+    slow = [row for row in rows if row.variant != "fast"]
+    assert "slow takes 50 ms more than one of the plain loop. Most of this difference is in: idle (+50 ms)." in (
+        explained_difference(slow)
+    )
+
+
+def test_on_an_accelerator_the_traced_kernels_must_fit_into_a_timed_step():
+    cpu = detect_cpu()
+    record = Record(**NO_RECORD, step_times_s=[9, 0.1, 0.1, 0.11])
+
+    def check(busy_s: float, kind: str = "cuda") -> dict:
+        parts = dict.fromkeys(PARTS, 0.0) | {"matrix products": busy_s, "idle": 0.05}
+        return framework_speed._busy_check(replace(cpu, kind=kind), record, StepParts(2, busy_s + 0.05, 1e-6, parts, []))
+
+    assert check(0.1)["check_error"] == 0 and check(0.1)["check_tolerance"] == pytest.approx(0.02 + 0.01 / 0.105)
+    assert check(0.2)["check_error"] == pytest.approx(0.2 / 0.105 - 1)
+    assert check(0.2, "cpu") == {}
 
 
 def test_a_framework_with_other_losses_is_not_ranked(tmp_path, in_this_process, monkeypatch):
@@ -105,7 +177,7 @@ def test_a_framework_with_other_losses_is_not_ranked(tmp_path, in_this_process, 
         return replace(record, losses=[*record.losses[:-1], record.losses[-1] + later])
 
     monkeypatch.setattr(framework_speed, "launch", drifting)
-    sizes = SIZES | {"stacks": ["plain loop", "hyperion", "accelerate"], "launches": 2, "steps": 6}
+    sizes = SIZES | {"stacks": ["plain loop", "hyperion", "accelerate"], "launches": 2, "steps": 6, "traced_steps": 0}
     rows = perform(toy_context("framework_speed", sizes, tmp_path), tmp_path).rows
     (refused,) = [row for row in rows if row.variant == "accelerate"]
     assert refused.metric == "step_time_s" and refused.value is None
@@ -121,7 +193,7 @@ def test_without_times_of_the_plain_loop_there_is_no_ratio(tmp_path, in_this_pro
         return replace(record, losses=[*record.losses[:-1], record.losses[-1] + drift])
 
     monkeypatch.setattr(framework_speed, "launch", drifting)
-    sizes = SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 2, "steps": 6}
+    sizes = SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 2, "steps": 6, "traced_steps": 0}
     rows = perform(toy_context("framework_speed", sizes, tmp_path), tmp_path).rows
     assert [row.variant for row in rows if row.metric == "count"] == ["hyperion"]
     assert not [row for row in rows if row.metric == "rate_ratio"]

@@ -2,7 +2,14 @@
 
 import pytest
 
-from hyperion.experiments.frameworks.figures import framework_parity, framework_speed, planted_unfairness, trainer_defaults
+from hyperion.experiments.frameworks.figures import (
+    flat_tables,
+    framework_parity,
+    framework_parts,
+    framework_speed,
+    planted_unfairness,
+    trainer_defaults,
+)
 from hyperion.figures.material import Material
 from hyperion.figures.style import MUTED, styled
 from hyperion.results import Run
@@ -54,10 +61,32 @@ def test_speed_is_sorted_and_ties_are_named(material):
     assert "deepspeed zero-1: unavailable" in figure.get_supxlabel()
 
 
+def test_the_parts_of_a_step_make_a_bar_for_each_framework_the_fastest_first(material):
+    figure = drawn(framework_parts, material)
+    axes = figure.axes[0]
+    assert names(axes) == ["accelerate", "plain loop"]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["matrix products", "norms, activations and other elementwise work", "idle"]  # no part without time
+    norms = axes.containers[1]
+    assert [patch.get_x() for patch in norms] == [100, 100] and [patch.get_width() for patch in norms] == [20, 30]
+    notes = figure.get_supxlabel()
+    assert "Traced step time over timed step time: plain loop 1.04, accelerate 1.04." in notes
+    assert "HF Trainer: unavailable: not installed" in notes
+
+
+def test_the_flat_table_has_a_line_for_each_kernel(material):
+    table = flat_tables([material.rows])["frameworks/kernels.csv"]
+    assert table.to_csv(index=False).splitlines() == [
+        "framework,kernel,operator,part,calls_per_step,time_per_step_s",
+        "accelerate,nvjet,aten::mm,matrix products,154.0,0.1",
+    ]
+
+
 def test_defaults_have_one_mark_each(material):
     assert names(drawn(trainer_defaults, material).axes[0]) == ["equal work", "all defaults"]
 
 
 def test_no_rows_no_figure(tmp_path):
     empty = Material(Run.create(tmp_path / "run", {"environment": GPU}))
-    assert all(function(empty) is None for function in (planted_unfairness, framework_parity, framework_speed, trainer_defaults))
+    functions = (planted_unfairness, framework_parity, framework_speed, framework_parts, trainer_defaults)
+    assert all(function(empty) is None for function in functions)
