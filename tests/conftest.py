@@ -29,6 +29,7 @@ _LONGEST = (
     "test_readme_variants.py",
     "test_readme_commands.py",
     "test_driver.py",
+    "test_replay.py",
     "test_own_subject.py",
     "test_pages.py",
     "test_experiments.py",
