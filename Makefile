@@ -43,7 +43,7 @@ test-fast: ## run the tests that take about a second at most and start no proces
 	@$(pytest) $(parallel) -m "not slow and not process and not book"
 
 test-book: ## run the tests of the book: the commands of the README, all notebooks in the smoke profile, and the driver
-	@$(pytest) $(parallel) -m book
+	@$(pytest) $(parallel) -m "book and not long"
 
 setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
 	@$(enter) $${DRY_RUN:+--dry-run} setup

@@ -32,6 +32,7 @@ from hyperion.commands.megatron import app as megatron_app
 from hyperion.commands.monitor import monitor
 from hyperion.commands.port import app as port_app
 from hyperion.errors import LARGEST_SEED, HyperionError
+from hyperion.garbage import collect_rarely
 from hyperion.paths import data_folder, project_root, results_folder
 from hyperion.terminal import run_command, say
 
@@ -59,6 +60,7 @@ def main() -> int:
 
     An error that the user can correct is printed together with its next step.
     """
+    collect_rarely()
     return run_command(lambda: run_app(app, "hyperion", sys.argv[1:]))
 
 

@@ -29,6 +29,7 @@ _LONGEST = (
     "test_readme_variants.py",
     "test_readme_commands.py",
     "test_driver.py",
+    "test_replay.py",
     "test_own_subject.py",
     "test_pages.py",
     "test_experiments.py",
@@ -81,6 +82,20 @@ def pytest_collection_finish():
 @functools.cache
 def _uses_standing_ranks(path: Path) -> bool:
     return path.parent.name == "parallel" or any(name in path.read_text("utf-8") for name in ("standing_ranks", "ranks_stay"))
+
+
+_STANDING_RANKS = pytest.StashKey()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """End the standing ranks after the last test that uses them.
+
+    The threads of each gloo group that they have left wake up a hundred times a second. After 140 groups, the two ranks would
+    take a quarter of a core until the session ends.
+    """
+    ranks = item.session.stash.get(_STANDING_RANKS, None)
+    if ranks is not None and (nextitem is None or not _uses_standing_ranks(nextitem.path)):
+        ranks.close()
 
 
 def pytest_collection_modifyitems(items):
@@ -199,11 +214,11 @@ def imports_are_no_garbage() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def standing_ranks():
-    """Two ranks on the CPU that stay for the session."""
+def standing_ranks(request):
+    """Two ranks on the CPU that stay until the last test that uses them has ended."""
     from tests.standing_ranks import StandingRanks
 
-    ranks = StandingRanks()
+    ranks = request.session.stash[_STANDING_RANKS] = StandingRanks()
     yield ranks
     ranks.close()
 

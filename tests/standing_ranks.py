@@ -1,4 +1,4 @@
-"""Two ranks that stay for the whole session, for tests of what ranks compute.
+"""Two ranks that stay for many tests, for tests of what ranks compute.
 
 Two ranks that train take 15 s of processor time to start, nearly all of it for imports. These start once, and run one function
 after the other, each in a process group of its own. They are processes as real as any, but torchrun does not start them and no

@@ -1,6 +1,7 @@
 """The README's variants of `make reproduce` that name a profile are run as printed.
 
-They start runs of their own and need no results of the whole book, so they run beside it.
+They start runs of their own and need no results of the whole book, so they run beside it. The replay of the whole book belongs to
+the long tests: test_replay runs the same cells. Here, one chapter is replayed with the command.
 """
 
 import pytest
@@ -9,13 +10,16 @@ from tests.readme import folders, reproduces, run
 
 pytestmark = pytest.mark.book
 
+REPLAY = "make reproduce PROFILE=replay"
+VARIANTS = [command for command in reproduces() if "PROFILE=" in command and command != REPLAY]
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return folders(tmp_path_factory.mktemp("variants"))
 
 
-@pytest.mark.parametrize("command", [c for c in reproduces() if "PROFILE=" in c])
+@pytest.mark.parametrize("command", [pytest.param(REPLAY, marks=pytest.mark.long), f"{REPLAY} ONLY=03_interconnect", *VARIANTS])
 def test_variants_of_make_reproduce(command, place):
     done = run(command, place)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

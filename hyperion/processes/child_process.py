@@ -2,14 +2,13 @@
 
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -140,22 +139,6 @@ def pin_to_cores() -> None:
     cores = os.environ.get(CORES)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(number) for number in cores.split(",")})
-
-
-@contextlib.contextmanager
-def imports_only() -> Iterator[None]:
-    """Context manager that pauses the garbage collector. Its block should only import modules.
-
-    Importing torch creates half a million objects that live until the process ends. Without the pause, the garbage collector
-    searches these objects again and again, which takes up to a third of the processor time of the import.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def has_ended(pid: int) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hyperion.errors import HyperionError
+from hyperion.garbage import collect_rarely
 from hyperion.processes.child_process import do_not_outlive
 
 Value = TypeVar("Value")
@@ -88,6 +89,7 @@ class IsolatedProcess:
 
 def _start(log: str, parent: int, prepare: Callable[[], object] | None) -> None:
     do_not_outlive(parent)
+    collect_rarely()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     sys.stdout.flush()
     for descriptor in (1, 2):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from hyperion.errors import HyperionError
-from hyperion.processes.child_process import GRACE_S, child_environment, imports_only, start
+from hyperion.garbage import imports_only
+from hyperion.processes.child_process import GRACE_S, child_environment, start
 
 # Exit code of a worker that received SIGTERM, saved its state, and can be started again. The value is EX_TEMPFAIL in
 # <sysexits.h>.

@@ -22,13 +22,13 @@ from subprocess import Popen
 import psutil
 
 from hyperion.errors import HyperionError
+from hyperion.garbage import imports_only
 from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.child_process import (
     GRACE_S,
     child_environment,
     die_with,
     has_ended,
-    imports_only,
     is_alive,
     kill_session,
     pin_to_cores,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import hyperion
 from hyperion.errors import HyperionError
+from hyperion.garbage import collect_rarely
 from hyperion.processes.child_process import die_with, kill_session
 from hyperion.processes.job import KILLED_REMEDY, JobError, last_lines
 
@@ -181,6 +182,7 @@ def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
             and returns a JSON-serializable dict.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
+    collect_rarely()
     # Move the requests to another descriptor and make stdin empty, so that a function that reads stdin consumes no request.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")
     # A child process of a function must not keep the pipe open after the worker has ended.

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import gc
 import logging
 import os
 import runpy
@@ -26,7 +27,8 @@ from typing import NoReturn
 import psutil
 
 from hyperion.errors import HyperionError
-from hyperion.processes.child_process import die_with, do_not_outlive, imports_only, pin_to_cores
+from hyperion.garbage import collect_rarely, imports_only
+from hyperion.processes.child_process import die_with, do_not_outlive, pin_to_cores
 from hyperion.processes.job import INTERRUPTED, load_entry
 from hyperion.processes.mpi import adopt_mpi_rank
 from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
@@ -44,7 +46,9 @@ def run_plain_job(request_file: str, answer_file: str) -> NoReturn:
     die_with(request["launcher"])
     pin_to_cores()
     try:
-        answer = load_entry(request["entry"])(**request["params"])
+        function = load_entry(request["entry"])
+        gc.freeze()  # no collection needs to search what was imported
+        answer = function(**request["params"])
     except HyperionError as error:
         write_json(Path(answer_file), {"error": error.as_dict()})
         _end(error.exit_code)
@@ -146,7 +150,9 @@ def _work(request: dict, files: JobFolder, rank: int) -> tuple[dict | None, Hype
     # The inner context manager records an error before the rank leaves the group, because leaving may wait for other ranks.
     with process_group() as world, _record_errors(files, rank):
         try:
-            answer = load_entry(request["entry"])(**request["params"])
+            function = load_entry(request["entry"])
+            gc.freeze()  # as in `run_plain_job`
+            answer = function(**request["params"])
         except HyperionError as error:
             if error.exit_code != INTERRUPTED:
                 raise
@@ -246,5 +252,6 @@ def _redirect_output(file: Path) -> None:
 
 
 if __name__ == "__main__":
+    collect_rarely()
     kind, *rest = sys.argv[1:]
     {"job": run_plain_job, "rank": run_rank, "kernel": run_kernel}[kind](*rest)

@@ -136,7 +136,7 @@ def test_after_an_error_the_frameworks_that_wait_end(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_ranks_of_a_framework_wait_for_their_turn(tiny_work, tmp_path):
     stacks = [stack_named(name) for name in ("hyperion ddp", "plain loop")]
 

@@ -373,13 +373,15 @@ def test_sigterm_ends_the_runner_and_not_only_the_framework_that_trains(tmp_path
         "--model",
         "llama",
         "--model",
+        "qwen",
+        "--model",
         "tiny",
         "--steps",
         "2000",
         "--dataset",
         "synthetic",
     ]
-    variables = {"FRAMEWORKS": "tran,fsdp", OUTPUT: str(tmp_path), "PYTHON": sys.executable}
+    variables = {"FRAMEWORKS": "tran", OUTPUT: str(tmp_path), "PYTHON": sys.executable}
     with (
         file_lock(tmp_path / ".work-in-use" / "lock"),
         subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run,

@@ -27,6 +27,7 @@ SIZES = {
 
 
 @pytest.mark.process
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU; on GPUs the chapter shows it")
 def test_a_killed_rank_gets_the_row_that_was_foretold_and_leaves_nothing(standing_ranks, tmp_path, monkeypatch):
     # The ranks of which one is killed are launched; the same run is then resumed on the ranks that stay.

@@ -142,7 +142,7 @@ def test_without_the_step_alone_there_is_neither(tmp_path):
     assert difference.value is None and share.value is None and "does not fit" in difference.value_reason
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
 def test_a_number_of_devices_on_which_ranks_fail_leaves_the_others_measured(standing_ranks, monkeypatch, tmp_path):

@@ -118,7 +118,7 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
 @pytest.mark.process
 def test_a_compared_backend_answers_some_of_the_requests_and_its_growth_has_no_bound(toy, tmp_path):
     toy(gap_s=0.01, work_s=0.003, ballast_bytes=1 << 20)
-    options = SOAK | {"compared_backend": "other", "compared_requests": 30}
+    options = SOAK | {"compared_backend": "other", "compared_requests": 30, "long_tokens": 30}
     result = experiment_named("server_soak").run(toy_context("server_soak", options, tmp_path), lambda *progress: None)
     counts = {
         row.params["backend"]: row.value for row in result.rows if row.variant == server_soak.SOAK and row.metric == "count"
@@ -140,7 +140,7 @@ def test_a_compared_backend_answers_some_of_the_requests_and_its_growth_has_no_b
 def test_a_backend_for_comparison_that_does_not_start_costs_no_row_of_the_other(toy, tmp_path, monkeypatch):
     toy(gap_s=0.01, work_s=0.003)
     monkeypatch.setitem(BACKENDS, "other", dataclasses.replace(BACKENDS["other"], module="no_such_module"))
-    options = SOAK | {"compared_backend": "other", "compared_requests": 30}
+    options = SOAK | {"compared_backend": "other", "compared_requests": 30, "long_tokens": 30}
     rows = experiment_named("server_soak").run(toy_context("server_soak", options, tmp_path), lambda *progress: None).rows
     soaks = {row.params["backend"]: row for row in rows if row.variant == server_soak.SOAK and row.metric == "count"}
     assert soaks["toy"].value == 40 and soaks["other"].value is None and "did not start" in soaks["other"].value_reason

@@ -1,0 +1,26 @@
+"""Every notebook runs in the profile `replay`, on the rows of a reference run, and all of its checks hold.
+
+The notebooks run in this process, because they would take three times as long with kernels and executed copies.
+test_readme_variants runs the command.
+"""
+
+import pytest
+
+from tests.test_notebooks import PATHS, cells_of
+
+pytestmark = pytest.mark.book
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("replay") / "run"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_replays(path, run_folder, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    names = {"__name__": "__main__"}
+    for cell in cells_of(path, "code"):
+        exec(compile("".join(cell["source"]), path.name, "exec"), names)
+        if "parameters" in cell["metadata"].get("tags", []):
+            names |= {"profile": "replay", "output": str(run_folder)}
