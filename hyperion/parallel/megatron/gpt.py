@@ -43,12 +43,24 @@ class Adam:
 @contextlib.contextmanager
 def model_parallel(layout: MegatronLayout) -> Iterator[None]:
     """Context manager that creates megatron-core's process groups for a layout, and destroys them on exit."""
+    existing = set(_process_groups())
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     try:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        # megatron-core only forgets its groups. With NCCL, each of them keeps a communicator, and after some hundred of them the
+        # next one ends the process with a segmentation fault. Groups of gloo have to stay: see hyperion.processes.group.
+        if dist.get_backend() == "nccl":
+            torch.cuda.synchronize()
+            for group in [group for group in _process_groups() if group not in existing]:
+                dist.destroy_process_group(group)
+
+
+def _process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this rank in the order of their creation."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def build_gpt(
