@@ -3,6 +3,7 @@
 import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -185,6 +186,15 @@ def test_the_schema_refuses_another_layer_a_missing_and_an_unknown_field():
     del content["rules"]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(json.dumps(content)), report_schema())
+
+
+def test_the_stored_report_of_two_gpus_follows_the_schema():
+    file = Path(__file__).parents[2] / "docs" / "doctor-h100x2.json"
+    content = json.loads(file.read_text("utf-8"))
+    jsonschema.validate(content, report_schema())
+    floors = [item for item in content["items"] if item["level"] == "floor" and item["result"] != "skip"]
+    assert [(item["component"][:6], item["result"]) for item in floors] == [("cuda:0", "ok"), ("cuda:1", "ok")]
+    assert content["exit_code"] == 0 and content["seconds"] < 60
 
 
 def test_a_report_that_breaks_the_schema_is_not_printed():
