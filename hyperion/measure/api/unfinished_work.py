@@ -167,7 +167,7 @@ _RUNS_WORK = ("self._target(", "self.fn(", "fn(*", "func(*", "self.task", "work_
 
 
 def _waits(frame: types.FrameType) -> bool:
-    if not frame.f_code.co_filename.replace("\\", "/").endswith(_WAITERS):
+    if not frame.f_code.co_filename.replace("\\", "/").endswith(_WAITERS) or _starts(frame):
         return False
     # A built-in function has no frame: `Thread(target=time.sleep)` appears at the line that calls it.
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
@@ -191,3 +191,12 @@ def require_nothing_left(left: list[str], label: str) -> None:
             where="a timed function",
             next_step="wait inside the function for everything it starts: join threads, get results, synchronise streams",
         )
+
+
+def _starts(frame: types.FrameType | None) -> bool:
+    """Return True if a new thread has not reached its function yet. On a busy machine, this takes many milliseconds."""
+    functions = set()
+    while frame:
+        functions.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return "_bootstrap_inner" in functions and "run" not in functions

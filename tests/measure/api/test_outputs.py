@@ -4,6 +4,7 @@ when the call returns, arguments within their ranges, and limits that limit."""
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -469,6 +470,29 @@ def test_a_thread_that_is_blocked_in_a_read_is_nobody_s_work_and_one_that_comput
         started.pop().join()
         os.close(read)
         os.close(write)
+
+
+def test_a_thread_that_has_not_reached_its_function_yet_does_not_wait():
+    gate, reached, over = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowStart(threading.Event):
+        def set(self):
+            super().set()
+            gate.wait()
+
+    thread = threading.Thread(target=lambda: (reached.set(), over.wait()))
+    thread._started = SlowStart()
+    thread.start()
+    try:
+        assert not unfinished_work._waits(sys._current_frames()[thread.ident]) and not reached.is_set()
+        gate.set()
+        assert reached.wait(60)
+        while not unfinished_work._waits(sys._current_frames()[thread.ident]):
+            time.sleep(1e-3)
+    finally:
+        gate.set()
+        over.set()
+        thread.join()
 
 
 def test_threads_that_rest_or_that_were_there_before_are_nobody_s_fault():
