@@ -15,6 +15,7 @@ from hyperion.chapter.subjects import Subject, experiment_named, subjects
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
 from hyperion.results import Run, find_run
+from hyperion.results.execution import executed_notebooks
 from hyperion.results.store import stored_references
 
 REPLAY = "replay"
@@ -167,7 +168,8 @@ def reference_run(machine: str, notebook: str) -> Run:
     """Return the reference run of a machine.
 
     Args:
-        machine: name of the machine. "" selects the first reference run with rows of the notebook.
+        machine: name of the machine. "" selects the first reference run that executed the notebook. If none did, it selects the
+            first one with rows of the notebook, which may lack some of its experiments.
         notebook: name of the notebook.
 
     Raises:
@@ -175,9 +177,10 @@ def reference_run(machine: str, notebook: str) -> Run:
     """
     if machine:
         return Run.open(find_run(str(reference_folder() / machine)))
-    for run in reference_runs():
-        if run.rows(notebook):
-            return run
+    holding = [run for run in reference_runs() if run.rows(notebook)]
+    whole = [run for run in holding if notebook in executed_notebooks(run)]
+    for run in whole or holding:
+        return run
     raise HyperionError(f"no reference run holds {notebook}", where=reference_folder(), next_step="run it here: PROFILE=smoke")
 
 

@@ -61,15 +61,21 @@ def unexpected_in(run: "Run") -> dict[str, list[str]]:
 
     Notebooks without unexpected results are omitted.
     """
-    if not (run.folder / LEDGER).is_file():
-        return {}
-    notebooks = json.loads(run.read(LEDGER))["notebooks"]
-    return {stem: entry["unexpected"] for stem, entry in notebooks.items() if entry.get("unexpected")}
+    return {stem: entry["unexpected"] for stem, entry in _ledger(run).items() if entry.get("unexpected")}
+
+
+def executed_notebooks(run: "Run") -> set[str]:
+    """Return the stems of the notebooks that the driver executed in a run. Launches of single experiments execute none."""
+    return set(_ledger(run))
 
 
 def must_remeasure() -> bool:
     """Return True if the driver requests new measurements because the stored ones have unexpected results."""
     return os.environ.get(REMEASURE) == "1"
+
+
+def _ledger(run: "Run") -> dict[str, dict]:
+    return json.loads(run.read(LEDGER))["notebooks"] if (run.folder / LEDGER).is_file() else {}
 
 
 def _note(line: list[str]) -> None:

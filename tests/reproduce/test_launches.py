@@ -2,18 +2,20 @@
 
 import contextlib
 import io
+import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from hyperion.book.headline_page import runs_in
-from hyperion.chapter.profiles import reference_runs
+from hyperion.chapter.profiles import reference_run, reference_runs
 from hyperion.errors import HyperionError
 from hyperion.reproduce import launches as module
 from hyperion.reproduce import publishing
 from hyperion.reproduce.launches import measure_launch, measure_launches, notebook_of, publish_launches
 from hyperion.results import Row, Run, find_runs, verify_run
+from hyperion.results.execution import LEDGER
 
 
 def _launch(folder: Path, value: float) -> Path:
@@ -42,6 +44,14 @@ def test_published_launches_have_rows_and_samples_and_are_no_reference_machine(f
     assert sorted(runs_in(reference).values()) == ["h200", *["h200-launches"] * 5]
     monkeypatch.setattr("hyperion.results.store.reference_folder", lambda: reference)
     assert [run.folder.name for run in reference_runs()] == ["h200"]
+
+
+def test_a_replay_prefers_a_run_that_executed_the_notebook_to_launches_of_single_experiments(tmp_path, monkeypatch):
+    single, whole = _launch(tmp_path / "a", 0.0), _launch(tmp_path / "b", 1.0)
+    monkeypatch.setattr("hyperion.results.store.reference_folder", lambda: tmp_path)
+    assert reference_run("", "nb").folder == single
+    Run.open(whole).write({LEDGER: json.dumps({"notebooks": {"nb": {"status": "done"}}}).encode()})
+    assert reference_run("", "nb").folder == whole
 
 
 def test_publishing_again_replaces_all_launches(five, tmp_path):
