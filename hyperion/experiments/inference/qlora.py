@@ -77,7 +77,7 @@ class QloraOptions(Options):
         adapter_rate: peak learning rate of the training runs with adapters. The warm-up takes a tenth of the steps.
         full_rate: peak learning rate of the training runs that train all parameters. The warm-up takes a tenth of the steps.
         qlora_bound_nats: largest mean training loss of QLoRA above that of LoRA. NF4 changes the base by about 0.002 nats, and
-            the adapters amplify this: 0.004 nats in the profile `full` on an H100, with an interval up to 0.010.
+            the adapters amplify this: to 0.008 nats in the profile `full` on an H100, with an interval up to 0.013.
     """
 
     trained_model: str
