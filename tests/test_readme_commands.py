@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hyperion.book.headline_page import runs_in, updated
+from hyperion.book.headline_page import launches_page, runs_in, updated
 from hyperion.checkpoints import verify
 from hyperion.paths import reference_folder
 from hyperion.results import Run
@@ -129,6 +129,15 @@ def test_what_is_made_from_rows_is_what_the_rows_say(page, monkeypatch):
     for kind in (marker.partition(":")[0] for marker in markers):
         part = re.compile(rf"<!-- {kind}: .*?<!-- end of {kind} -->", re.DOTALL)
         assert part.findall(made) == part.findall(PAGES[page])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h200-launches", "h200-training-launches"])
+def test_the_page_of_launches_is_what_the_rows_say(name):
+    """The rules of headlines may change after launches were published. Then their page must be made again."""
+    folder = reference_folder() / name
+    runs = [Run.open(path.parent) for path in sorted(folder.glob("*/run.json"))]
+    assert launches_page(name, runs) == (folder / "README.md").read_text()
 
 
 def test_every_row_without_a_limit_and_without_a_reason_needs_none():

@@ -423,11 +423,16 @@ def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> byt
 def _write_readme(reference: Run, unfinished: dict[str, str]) -> None:
     from hyperion.book import reference_readme
 
-    remark = ""
-    if unfinished:
-        names = ", ".join(f"`{stem}` ({status})" for stem, status in unfinished.items())
-        remark = f"These notebooks did not finish in this run, and none of their rows are here: {names}."
-    files = reference_readme(reference, remark=remark)
+    # Earlier versions also published the rows of an unfinished notebook whose experiments had finished.
+    present = {row.notebook for row in reference.rows()}
+    remarks = []
+    for here, consequence in (
+        (False, "none of their rows are here"),
+        (True, "only the rows of their finished experiments are here"),
+    ):
+        if names := [f"`{stem}` ({status})" for stem, status in unfinished.items() if (stem in present) == here]:
+            remarks.append(f"These notebooks did not finish in this run, and {consequence}: {', '.join(names)}.")
+    files = reference_readme(reference, remark=" ".join(remarks))
     for name, content in files.items():
         require_no_machine_paths(name, content)
     reference.write(files)

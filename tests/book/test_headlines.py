@@ -96,6 +96,32 @@ def test_the_ratio_over_a_plain_loop_in_a_graph_is_a_headline_and_no_ratio_of_tw
     }
 
 
+def test_a_ratio_of_two_loops_is_a_headline_only_if_the_times_of_both_were_steady():
+    shared = {"batch": 65536, "compiled": True}
+    ratio = row("language_training_speed", "lm", "speedup", 1.11, over="plain", loop="hyperion", **shared)
+    times = [row("language_training_speed", "lm", "step_time_s", 0.06, loop="plain", **shared)]
+    times += [row("language_training_speed", "lm", "step_time_s", 0.05, loop="hyperion", **shared)]
+    other = row("language_training_speed", "lm", "step_time_s", 0.04, loop="plain, captured", **shared)
+    label = "lm, training, batch 65,536 tokens: this library over a plain compiled loop"
+    assert told(ratio, *times, other) == told(ratio, *times, other, unsteady=(0.04,)) == {label: 1.11}
+    assert told(ratio, *times, other, unsteady=(0.06,)) == told(ratio, *times, other, unsteady=(0.05,)) == {}
+
+
+def test_a_ratio_of_two_formats_is_a_headline_only_if_the_times_of_both_were_steady():
+    shared = {"batch": 512, "mode": "graph"}
+    rows = [row("precision_variants", "resnet18", "speedup", 7.6, over="fp32", **shared)]
+    rows += [row("precision_variants", "resnet18", "step_time_s", time_s, dtype, **shared) for dtype, time_s in _TIMES_S.items()]
+    assert (
+        told(*rows)
+        == told(*rows, unsteady=(0.015,))
+        == {"resnet18, training step as a graph: bf16 over IEEE fp32, TF32 off": 7.6}
+    )
+    assert told(*rows, unsteady=(0.07,)) == told(*rows, unsteady=(0.009,)) == {}
+
+
+_TIMES_S = {"fp32": 0.07, "tf32": 0.015, "bf16": 0.009}
+
+
 def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
     rates = [
         row("precision_variants", "resnet18", "speedup", value, dtype, batch=512, over="fp32", mode="graph")

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -156,6 +157,12 @@ def test_a_notebook_that_did_not_finish_is_left_out_and_named(run, tmp_path):
     assert {row.notebook for row in reference.rows()} == {"01_x"} and reference.predictions() == []
     assert not [name for name in names if "02_y" in name] and "benchmarks/both.png" not in names
     assert "did not finish in this run, and none of their rows are here: `02_y` (failed)." in (folder / "README.md").read_text()
+
+    # A reference that an earlier version published with rows of the unfinished notebook says so.
+    partial = run.folder.parent / "partial"
+    shutil.copytree(run.folder, partial)
+    publishing._write_readme(Run.open(partial), {"02_y": "interrupted"})
+    assert "only the rows of their finished experiments are here: `02_y` (interrupted)." in (partial / "README.md").read_text()
 
     ledger.keep("02_y", Entry("unexpected", {}, 1.0, 1))
     folder, _ = publish(run, "h100", tmp_path / "reference")

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
-from hyperion.figures.material import Material, Panel, Plot, Quote, items, measured, number, percent, values
+from hyperion.figures.material import Material, Panel, Plot, Quote, items, measured, number, percent, select, values
 from hyperion.figures.style import (
     COLOURS,
     INK,
@@ -471,11 +471,32 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
             batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
             yield Quote(f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row)
         elif row.experiment in _COMPARED and row.metric == "speedup" and "rung" not in row.params:
-            yield from _over_a_plain_loop(row)
+            yield from _over_a_plain_loop(row, all(map(is_steady, _compared_timings(row, rows))))
 
 
-def _over_a_plain_loop(row: Row) -> Iterator[Quote]:
-    """Yield the speed-up of this library's loop over a plain loop, if the host does not limit the plain loop."""
+def _compared_timings(ratio: Row, rows: list[Row]) -> list[Row]:
+    """Return the step times of the two loops of a speed-up.
+
+    A run times the loops once in alternation with each other, and once as rungs of the ladder. A speed-up has as many samples as
+    the step times that it was computed from.
+    """
+    loops = {ratio.params.get("loop", "hyperion"), ratio.params.get("over", "plain")}
+    identity = (ratio.experiment, ratio.variant, ratio.dtype, ratio.n, ratio.params["batch"])
+    return [
+        row
+        for row in select(rows, experiment=ratio.experiment, metric="step_time_s")
+        if (row.experiment, row.variant, row.dtype, row.n, row.params.get("batch")) == identity
+        and row.params.get("loop", row.params.get("rung")) in loops
+    ]
+
+
+def _over_a_plain_loop(row: Row, is_steady: bool) -> Iterator[Quote]:
+    """Yield the speed-up of this library's loop over a plain loop, if the host does not limit the plain loop.
+
+    The parameter `is_steady` says whether the step times of both loops were steady. Otherwise nothing is yielded.
+    """
+    if not is_steady:
+        return
     unit = _COMPARED[row.experiment]
     label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
     if row.params.get("over") == "plain, captured":

@@ -55,6 +55,8 @@ def precision(material: Material) -> Figure | None:
         "each format ran in its own process. Bars are the bytes of tensors, the hollow marks are predictions from shapes, and "
         "the vertical lines are the peaks of the accelerator's allocator."
     ]
+    if any("tf32" in _of(rows, "step_time_s") for rows in models.values()):
+        notes.append("fp32 is IEEE fp32, with TF32 off.")
     add_notes(figure, notes + _absences(models))
     return figure
 
@@ -340,10 +342,12 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     The steps are replayed as graphs. Eager steps in 16-bit formats wait for the host, so that the ratio depends on the host.
 
     PyTorch computes convolutions in TF32 by default. A reader of the speed-up over IEEE fp32 alone could mistake it for the gain
-    over this default.
+    over this default. A ratio is omitted if the times of one of its two steps were not steady.
     """
     graphs = [row for row in select(rows, experiment=_VARIANTS, metric="speedup") if _GRAPH.items() <= row.params.items()]
-    ratios = list(filter(is_steady, graphs))
+    times = [row for row in select(rows, experiment=_VARIANTS, metric="step_time_s") if _GRAPH.items() <= row.params.items()]
+    unsteady = {(row.variant, row.dtype) for row in times if not is_steady(row)}
+    ratios = [row for row in graphs if not unsteady & {(row.variant, row.dtype), (row.variant, row.params["over"])}]
     for row in best_rows(ratios, lambda row: row.variant):
         tf32 = next((r for r in ratios if r.variant == row.variant and r.dtype == "tf32" and r is not row), None)
         if tf32 is not None:
@@ -352,6 +356,32 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
             yield Quote(f"{row.variant}, training step as a graph: {row.dtype} over tf32", over_tf32)
         over = "IEEE fp32, TF32 off" if row.params["over"] == "fp32" else row.params["over"]
         yield Quote(f"{row.variant}, training step as a graph: {row.dtype} over {over}", row)
+
+
+def explanations(experiment: str, rows: list[Row]) -> list[str]:
+    """Return Markdown sentences for the section of an experiment. `rows` are all rows of the run that have a value."""
+    return speedups_over_tf32(select(rows, experiment=_VARIANTS)) if experiment == _VARIANTS else []
+
+
+def speedups_over_tf32(rows: list[Row]) -> list[str]:
+    """Return sentences that state the speed-ups of the 16-bit formats over IEEE fp32 together with those over TF32.
+
+    Without steps in TF32, as on a CPU, there are no sentences.
+    """
+    sentences = []
+    for mode in (None, _GRAPH["mode"]):
+        speedups = [row for row in select(measured(rows), metric="speedup") if row.params.get("mode") == mode]
+        for variant in dict.fromkeys(row.variant for row in speedups):
+            own = {row.dtype: not_none(row.value) for row in speedups if row.variant == variant}
+            tf32 = own.pop("tf32", None)
+            if tf32 and own:
+                over_both = [
+                    f"{dtype} is {number(value, 3)} × as fast as IEEE fp32 and {number(value / tf32, 3)} × as fast as TF32"
+                    for dtype, value in own.items()
+                ]
+                sentences.append(f"{variant}, {'as a graph' if mode else 'eager'}: {', and '.join(over_both)}.")
+    default = "The rows for fp32 are IEEE fp32, with TF32 off. By default, PyTorch computes convolutions in TF32."
+    return [default, *sentences] if sentences else []
 
 
 TITLES = {"precision_variants": "Mixed precision", "training_ladder": "The training ladder"}

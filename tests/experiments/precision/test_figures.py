@@ -3,10 +3,10 @@
 import pytest
 
 from hyperion.book.plots import draw
-from hyperion.experiments.precision.figures import precision, precision_loss
+from hyperion.experiments.precision.figures import precision, precision_loss, speedups_over_tf32
 from hyperion.figures.material import Material, memory_unit
 from hyperion.figures.style import styled
-from hyperion.results import Run
+from hyperion.results import Row, Run
 from tests.book.made_up.precision import GIB, MILLISECONDS, PRECISION, variant_rows, variant_samples
 from tests.book.made_up.run import GPU
 
@@ -34,7 +34,24 @@ def test_bars_are_the_rows_and_speed_ups_stand_beside_them(material):
     assert [bar.get_width() for bar in figure.axes[0].patches] == pytest.approx(list(MILLISECONDS.values()))
     assert [bar.get_width() for bar in figure.axes[1].patches] == pytest.approx(list(GIB.values()))
     assert "28 ms  (5 × fp32)" in texts(figure) and "140 ms" in texts(figure)
+    assert "fp32 is IEEE fp32, with TF32 off." in texts(figure)
     assert "fp16: unsupported: made up" in texts(figure) and "NVIDIA Test GPU" in texts(figure)
+
+
+def test_a_speed_up_over_ieee_fp32_stands_beside_that_over_tf32():
+    def ratio(variant, dtype, value, **params):
+        columns = {"notebook": PRECISION, "experiment": "precision_variants", "metric": "speedup", "limit_source": "no limit"}
+        return Row(variant=variant, dtype=dtype, value=value, params={"over": "fp32", **params}, **columns)
+
+    eager = [ratio("lm", "tf32", 4.0), ratio("lm", "bf16", 8.0), ratio("lm", "fp16", 10.0)]
+    graph = [ratio("lm", "tf32", 4.0, mode="graph"), ratio("lm", "bf16", 9.0, mode="graph")]
+    assert speedups_over_tf32([*eager, *graph]) == [
+        "The rows for fp32 are IEEE fp32, with TF32 off. By default, PyTorch computes convolutions in TF32.",
+        "lm, eager: bf16 is 8 × as fast as IEEE fp32 and 2 × as fast as TF32, "
+        "and fp16 is 10 × as fast as IEEE fp32 and 2.50 × as fast as TF32.",
+        "lm, as a graph: bf16 is 9 × as fast as IEEE fp32 and 2.25 × as fast as TF32.",
+    ]
+    assert speedups_over_tf32([ratio("lm", "bf16", 1.3)]) == []  # a CPU has no TF32
 
 
 def test_strays_from_fp32_are_drawn_for_all_others_and_skips_are_told(material):
