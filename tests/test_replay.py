@@ -6,6 +6,7 @@ test_readme_variants runs the command.
 
 import pytest
 
+from hyperion.results.execution import LOG, executed, unexpected
 from tests.test_notebooks import PATHS, cells_of
 
 pytestmark = pytest.mark.book
@@ -17,10 +18,13 @@ def run_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_a_notebook_replays(path, run_folder, monkeypatch):
+def test_a_notebook_replays(path, run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(path.parent)
+    log = tmp_path / "log"
+    monkeypatch.setenv(LOG, str(log))
     names = {"__name__": "__main__"}
     for cell in cells_of(path, "code"):
         exec(compile("".join(cell["source"]), path.name, "exec"), names)
         if "parameters" in cell["metadata"].get("tags", []):
             names |= {"profile": "replay", "output": str(run_folder)}
+    assert executed(log, path.stem) and not unexpected(log, path.stem)
