@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nbconvert import HTMLExporter
 
 # Limit on the total size of all references, because results/reference/ is in git.
-LARGEST_BYTES = 32_000_000
+LARGEST_BYTES = 40_000_000
 _PAGES = "notebooks/"
 # A link to a notebook, as in "Before: [2.7 Compilation](07_compilation_optimization.ipynb)", or to the page of a notebook.
 _NOTEBOOK_LINK = re.compile(rb'<a href="(?:[^":]*/)?(\d\d_[^":/]+)\.(?:ipynb|html)"[^>]*>(.*?)</a>', re.DOTALL)
@@ -290,9 +290,10 @@ def export_subjects(ledger: Ledger) -> str:
 def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True) -> tuple[Path, list[str]]:
     """Copy a verified run to the reference results and write its README.md.
 
-    Notebooks that failed or did not finish are left out, and the README.md names them. Pages are copied last, from the smallest
-    to the largest, until the size limit is reached. If a picture in a page is also a file of the run, it is replaced with a link
-    to this file. An existing reference of the same name is replaced completely or not at all.
+    Notebooks that failed are left out. Of a notebook that was interrupted, the experiments that finished are copied. The
+    README.md names both. Pages are copied last, from the smallest to the largest, until the size limit is reached. If a
+    picture in a page is also a file of the run, it is replaced with a link to this file. An existing reference of the same
+    name is replaced completely or not at all.
 
     Args:
         run: the run. Every file is first verified against the manifest of the run.
@@ -309,7 +310,8 @@ def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True)
     folder = folder or reference_folder()
     target = folder / checked_name(name)
     unfinished = _unfinished(run)
-    contents, left_out = _choose_files(run, folder, target, unfinished, pages)
+    failed = [stem for stem, status in unfinished.items() if status == "failed"]
+    contents, left_out = _choose_files(run, folder, target, failed, pages)
     staged = folder / f".{name}.new"
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -358,9 +360,9 @@ def _unfinished(run: Run) -> dict[str, str]:
 
 
 def _choose_files(
-    run: Run, folder: Path, target: Path, unfinished: Iterable[str], with_pages: bool
+    run: Run, folder: Path, target: Path, failed: Iterable[str], with_pages: bool
 ) -> tuple[dict[str, bytes], list[str]]:
-    contents = run.contents_without(set(unfinished))
+    contents = run.contents_without(set(failed))
     omitted = ["*.ipynb", *_REBUILT] + [f"{_PAGES}*"] * (not with_pages)
     names = [name for name in contents if not any(fnmatch(name, pattern) for pattern in omitted)]
     contents = {name: contents[name] for name in names}
@@ -423,7 +425,6 @@ def _link_pictures(page: str, content: bytes, pictures: dict[bytes, str]) -> byt
 def _write_readme(reference: Run, unfinished: dict[str, str]) -> None:
     from hyperion.book import reference_readme
 
-    # Earlier versions also published the rows of an unfinished notebook whose experiments had finished.
     present = {row.notebook for row in reference.rows()}
     remarks = []
     for here, consequence in (

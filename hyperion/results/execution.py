@@ -65,8 +65,8 @@ def unexpected_in(run: "Run") -> dict[str, list[str]]:
 
 
 def executed_notebooks(run: "Run") -> set[str]:
-    """Return the stems of the notebooks that the driver executed in a run. Launches of single experiments execute none."""
-    return set(_ledger(run))
+    """Return the stems of the notebooks that the driver executed to the end. Launches of single experiments execute none."""
+    return {stem for stem, entry in _ledger(run).items() if entry["status"] in ("done", "unexpected")}
 
 
 def must_remeasure() -> bool:

@@ -52,6 +52,9 @@ def test_a_replay_prefers_a_run_that_executed_the_notebook_to_launches_of_single
     assert reference_run("", "nb").folder == single
     Run.open(whole).write({LEDGER: json.dumps({"notebooks": {"nb": {"status": "done"}}}).encode()})
     assert reference_run("", "nb").folder == whole
+    # A notebook that was interrupted may lack experiments.
+    Run.open(single).write({LEDGER: json.dumps({"notebooks": {"nb": {"status": "interrupted"}}}).encode()})
+    assert reference_run("", "nb").folder == whole
 
 
 def test_publishing_again_replaces_all_launches(five, tmp_path):

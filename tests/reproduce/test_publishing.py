@@ -2,7 +2,6 @@
 
 import base64
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -142,7 +141,7 @@ def test_a_reference_holds_rows_samples_pages_and_a_readme(run, tmp_path):
     assert [path.name for path in folder.parent.iterdir()] == ["h100"]
 
 
-def test_a_notebook_that_did_not_finish_is_left_out_and_named(run, tmp_path):
+def test_a_notebook_that_failed_is_left_out_and_an_interrupted_one_keeps_its_finished_experiments(run, tmp_path):
     ledger = Ledger.new(run, {})
     ledger.keep("01_x", Entry("done", {}, 1.0, 1))
     rows = [Row(notebook="02_y", experiment="adding", variant="v", metric="count", value=7.0)]
@@ -158,11 +157,11 @@ def test_a_notebook_that_did_not_finish_is_left_out_and_named(run, tmp_path):
     assert not [name for name in names if "02_y" in name] and "benchmarks/both.png" not in names
     assert "did not finish in this run, and none of their rows are here: `02_y` (failed)." in (folder / "README.md").read_text()
 
-    # A reference that an earlier version published with rows of the unfinished notebook says so.
-    partial = run.folder.parent / "partial"
-    shutil.copytree(run.folder, partial)
-    publishing._write_readme(Run.open(partial), {"02_y": "interrupted"})
-    assert "only the rows of their finished experiments are here: `02_y` (interrupted)." in (partial / "README.md").read_text()
+    ledger.keep("02_y", Entry("interrupted", {}, 1.0, 1))
+    folder, _ = publish(run, "h100", tmp_path / "reference")
+    reference = Run.open(folder)
+    assert {row.notebook for row in reference.rows()} == {"01_x", "02_y"} and reference.finished("02_y", "adding")
+    assert "only the rows of their finished experiments are here: `02_y` (interrupted)." in (folder / "README.md").read_text()
 
     ledger.keep("02_y", Entry("unexpected", {}, 1.0, 1))
     folder, _ = publish(run, "h100", tmp_path / "reference")
