@@ -116,7 +116,9 @@ def _backward(ctx: Any, gradient_M: Tensor, _: Tensor) -> tuple:
     x_MD, weight_PD, slope_MP = ctx.saved_tensors
     # S contains the factor `_slope`; divide by it where the tensor is small.
     g_M1 = (gradient_M / _slope(x_MD.dtype))[:, None].to(x_MD.dtype)
-    return g_M1 * (slope_MP @ weight_PD), slope_MP.T @ (g_M1 * x_MD), None, None, None, None
+    # A frozen head, as in a training of adapters, needs no gradient of its weight.
+    of_weight_PD = slope_MP.T @ (g_M1 * x_MD) if ctx.needs_input_grad[1] else None
+    return g_M1 * (slope_MP @ weight_PD), of_weight_PD, None, None, None, None
 
 
 head_loss.register_autograd(_backward, setup_context=_save_for_backward)

@@ -26,6 +26,7 @@ from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.store.folders import DataUnavailable, cache_root, staged
 from hyperion.data.store.sources import download, hub_endpoint, mirror_root
 from hyperion.errors import HyperionError
+from hyperion.kernels.token_loss import token_loss
 from hyperion.models.layout import Layout, ModelFlops
 from hyperion.paths import expanded
 from hyperion.untrusted import inner_path, open_regular, read_json
@@ -163,11 +164,17 @@ class LlamaLM(nn.Module):
 
     The sequences of a batch must be padded on the right. With causal attention no token attends to the padding after it.
     Therefore the model needs no attention mask and can use the fast kernels for causal attention.
+
+    The weights and their names remain those of transformers. Two parts compute the same in fewer passes over memory: PyTorch's
+    RMSNorm, which has one kernel on a GPU, replaces the norms of `lm`; and `token_loss` computes the loss. Of a Llama with 1.2
+    billion parameters, the norms and other elementwise operators of transformers take a quarter of a step on an H200, and the
+    matrix products of a head with 50,257 rows, which are not aligned, a sixth.
     """
 
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
+        _replace_norms(lm)
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Return the logits or, if targets are given, the negative log-likelihood of each target.
@@ -181,18 +188,25 @@ class LlamaLM(nn.Module):
             the target is IGNORE_INDEX.
         """
         # No cache: training and scoring process the whole sequence at once.
-        logits_BTV = self.lm(input_ids=inputs_BT, use_cache=False).logits
         if targets_BT is None:
-            return logits_BTV
-        nll = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-        return nll.view_as(targets_BT)
+            return self.lm(input_ids=inputs_BT, use_cache=False).logits
+        causal: Any = self.get_submodule(self._inside)
+        x_BTD = causal.model(input_ids=inputs_BT, use_cache=False).last_hidden_state
+        x_MD, targets_M = x_BTD.flatten(0, 1), targets_BT.flatten()
+        if type(causal.lm_head) is nn.Linear:
+            nll_M = token_loss(x_MD, causal.lm_head.weight, targets_M)
+        else:  # a quantised head has no floating-point weight
+            nll_M = F.cross_entropy(causal.lm_head(x_MD).float(), targets_M, ignore_index=IGNORE_INDEX, reduction="none")
+        return nll_M.view_as(targets_BT)
+
+    @property
+    def _inside(self) -> str:
+        """Name of the LlamaForCausalLM. If `lm` is a peft model, the name includes peft's prefix."""
+        return "lm.base_model.model" if hasattr(self.lm, "peft_config") else "lm"
 
     def layout(self) -> Layout:
-        """Return the names of the embedding, the decoder layers, the last norm and the head.
-
-        If `lm` is a peft model, the names include peft's prefix.
-        """
-        inside = "lm.base_model.model" if hasattr(self.lm, "peft_config") else "lm"
+        """Return the names of the embedding, the decoder layers, the last norm and the head."""
+        inside = self._inside
         config: Any = self.get_submodule(inside).config
         return Layout(
             stem=(f"{inside}.model.embed_tokens",),
@@ -200,6 +214,19 @@ class LlamaLM(nn.Module):
             head=(f"{inside}.model.norm", f"{inside}.lm_head"),
             tied=((f"{inside}.lm_head", f"{inside}.model.embed_tokens"),) if config.tie_word_embeddings else (),
         )
+
+
+def _replace_norms(lm: nn.Module) -> None:
+    """Replace each LlamaRMSNorm in the model by PyTorch's RMSNorm with the same weight."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for parent in list(lm.modules()):
+        for name, norm in list(parent.named_children()):
+            if isinstance(norm, LlamaRMSNorm):
+                weight = norm.weight
+                replaced = nn.RMSNorm(len(weight), eps=norm.variance_epsilon, device="meta")
+                replaced.weight = weight
+                setattr(parent, name, replaced)
 
 
 def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]:

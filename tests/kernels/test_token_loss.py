@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_the_kernel_agrees_with_float64():
         [sys.executable, "-c", INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.stdout == "equal\n", done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_frozen_head_gets_no_gradient_of_its_weight(trained):
+    from hyperion.kernels.token_loss_triton import _backward
+
+    x, weight, slope = torch.ones(3, 2), torch.ones(5, 2), torch.ones(3, 5)
+    context = SimpleNamespace(saved_tensors=(x, weight, slope), needs_input_grad=(True, trained))
+    of_x, of_weight, *_ = _backward(context, torch.ones(3), slope)
+    assert of_x.shape == x.shape and (of_weight is None) != trained
 
 
 @needs_triton

@@ -1,5 +1,6 @@
 """Random Llamas by name: shapes, counts and FLOPs are the real ones, padding is never seen, a foreign tokenizer is refused."""
 
+import copy
 import json
 import pickle
 import shutil
@@ -87,6 +88,46 @@ def test_padding_on_the_right_changes_no_token_before_it_and_costs_nothing(model
     assert nll.dtype == torch.float32 and (nll[:, 6:] == 0).all() and (nll[:, :6] > 0).all()
     expected = torch.nn.functional.cross_entropy(lm(short).flatten(0, 1), targets[:, :6].flatten(), reduction="sum")
     torch.testing.assert_close(nll.sum(), expected)
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["plain", "with adapters"])
+def test_losses_and_gradients_are_those_of_transformers(model, rank):
+    own = add_lora(model, rank) if rank else model
+    if rank:  # B is zero at first, so A has no gradient
+        torch.nn.init.normal_(next(p for name, p in own.named_parameters() if "lora_B" in name))
+    reference, inputs, targets = copy.deepcopy(own), tokens(2, 9), tokens(2, 9)
+    targets[0, :3] = IGNORE_INDEX
+    names = list(reference.state_dict())
+    lm = LlamaLM(own)
+    assert [name.removeprefix("lm.") for name in lm.state_dict()] == names
+    assert not [module for module in lm.modules() if type(module).__name__ == "LlamaRMSNorm"]
+    logits = reference(input_ids=inputs, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 9)
+    nll = lm(inputs, targets)
+    # Both sum in float32, in another order at most: an error of a few units in the last place of the largest term.
+    torch.testing.assert_close(nll, expected, rtol=1e-5, atol=1e-6)
+    nll.mean().backward()
+    expected.mean().backward()
+    for (name, one), other in zip(lm.named_parameters(), reference.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad is not None:
+            assert (one.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
+
+
+def test_a_head_without_a_floating_point_weight_is_called(model):
+    lm = LlamaLM(model)
+    expected = lm(tokens(2, 9), tokens(2, 9))
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            return self.linear(x)
+
+    model.lm_head = Wrapped(model.lm_head)
+    torch.testing.assert_close(lm(tokens(2, 9), tokens(2, 9)), expected)
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["plain", "with adapters"])

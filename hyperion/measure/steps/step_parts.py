@@ -63,7 +63,8 @@ _ATTENTION_KERNEL = re.compile(
     re.IGNORECASE,
 )
 _ATTENTION_OPERATOR = re.compile(r"(scaled_dot_product|flash|efficient|cudnn|flex)\w*_attention|ScaledDotProduct\w*Backward")
-_LOSS = re.compile(r"log_?softmax|nll_?loss|cross_?entropy", re.IGNORECASE)
+# `nll_and_slope` is the kernel of `hyperion.kernels.token_loss`.
+_LOSS = re.compile(r"log_?softmax|nll_?loss|nll_and_slope|cross_?entropy", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"Optimizer\.step#|_fused_adam|_fused_sgd|FusedAdam|FusedSgd|_foreach_(?!copy)|linalg_vector_norm")
 _FOREACH_KERNEL = re.compile(r"multi_tensor_apply|^triton_for_fused_")
 _CAST_KERNEL = re.compile(
