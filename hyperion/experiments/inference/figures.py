@@ -61,7 +61,7 @@ def _panels(
         axes.set_title(model)
     # Only throughput rows have a limit, so do not add notes about the missing limit of other rows.
     noted = [row for row in rows if row.value is None or row.limit_source]
-    add_notes(figure, dict.fromkeys([*notes, *absences(noted, lambda row: row.variant)]))
+    add_notes(figure, [*notes, *absences(noted, lambda row: _absent_name(row, known), lambda row: row.variant)])
     return figure
 
 
@@ -82,6 +82,16 @@ def _name(row: Row) -> str:
     if row.metric in _PERCENTILES:
         return f"{row.variant}, {row.metric.split('_')[1]}"
     return f"{row.variant}, batch {row.params['batch']}" if row.metric == "samples_per_s" else row.variant
+
+
+def _absent_name(row: Row, drawn: Sequence[Row]) -> str:
+    """Name a row without a value: the runtime, and if it has other values, the model, and if this model has, the percentile."""
+    models = {other.params["model"] for other in drawn if other.variant == row.variant}
+    model = row.params.get("model")
+    if not models or model is None:
+        return row.variant
+    name = f"{row.variant}, {model}"
+    return f"{name}, {row.metric.split('_')[1]}" if model in models and row.metric in _PERCENTILES else name
 
 
 PLOTS = (
