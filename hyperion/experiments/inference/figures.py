@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.inference import figures_operators, figures_quantization
-from hyperion.figures.material import Material, Plot, measured, number
+from hyperion.figures.material import Material, Plot, items, measured, number
 from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
@@ -58,6 +58,8 @@ def _panels(
     for axes, model in zip(panels, models, strict=True):
         _bars(axes, [row for row in known if row.params["model"] == model], factor)
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
+        if axes.get_xlim()[1] >= 5000:  # long tick labels would touch each other
+            axes.xaxis.set_major_formatter(lambda value, _: items(value))
         axes.set_title(model)
     # Only throughput rows have a limit, so do not add notes about the missing limit of other rows.
     noted = [row for row in rows if row.value is None or row.limit_source]
