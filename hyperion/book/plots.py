@@ -152,6 +152,9 @@ def predictions(material: Material) -> Figure | None:
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.45), max(high, 2.2))
     log_ticks(axes.yaxis)
+    low, high = axes.get_xlim()
+    if high < 200 * low:  # else powers of ten, because plain numbers of very different sizes are hard to read
+        log_ticks(axes.xaxis)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     add_notes(figure, [_NOTE])
     return figure

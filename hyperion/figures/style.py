@@ -14,8 +14,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
@@ -56,6 +57,7 @@ STYLE: dict[Any, Any] = {
     "savefig.facecolor": "white",
 }
 DPI = 120
+_MARGIN = 0.012  # distance of the title and the notes from the edges, as a share of the figure's width
 # Index of the colour and marker of each number format and memory operation.
 _FIXED = {"fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2, "copy": 0, "scale": 4, "add": 2, "triad": 1}
 
@@ -97,16 +99,28 @@ def new_figure(
         dpi=DPI,
         layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04),
     )
-    figure.suptitle(f"{title}  ·  {machine}", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
+    figure.suptitle(f"{title}  ·  {machine}", x=_MARGIN, ha="left", fontsize=11.5, fontweight="bold")
     return figure, list(figure.subplots(lines, panels, squeeze=False).flat)
 
 
 def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
     """Write notes in small type below the panels, for example about values that are not drawn."""
-    width = int(figure.get_figwidth() * 140 / size)
-    lines = [line for note in dict.fromkeys(notes) for line in textwrap.wrap(note, width)]
+    lines = [line for note in dict.fromkeys(notes) for line in _wrapped(note, size, figure.get_figwidth())]
     if lines:
-        figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=size, color=MUTED)
+        figure.supxlabel("\n".join(lines), x=_MARGIN, ha="left", fontsize=size, color=MUTED)
+
+
+def _wrapped(note: str, size: float, width_in: float) -> list[str]:
+    """Break a note into lines that fit into a figure of this width."""
+    room = DPI * width_in * (1 - 1.3 * _MARGIN)  # pixels
+    renderer = RendererAgg(1, 1, DPI)  # it measures the text exactly as the PNG shows it
+    font = FontProperties(family=STYLE["font.family"], size=size)
+    # The number of characters that usually fit. Lines with many wide letters need fewer.
+    for characters in range(int(width_in * 140 / size), 0, -1):
+        lines = textwrap.wrap(note, characters)
+        if all(renderer.get_text_width_height_descent(line, font, ismath=False)[0] <= room for line in lines):
+            break
+    return lines
 
 
 def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callable[[Row], str] | None = None) -> list[str]:
@@ -184,17 +198,43 @@ def png(figure: Figure) -> bytes:
 def log_ticks(axis: Axis) -> None:
     """Set the ticks of a logarithmic axis and label them with plain numbers.
 
-    The ticks are at 1, 2 and 5 in each decade if the axis spans less than a factor of 200, else at the decades.
+    The ticks are at 1, 2 and 5 in each decade if the axis spans less than a factor of 200, else at the decades. If it spans less
+    than a factor of 4, the ticks have equal distances, because it may contain only one of these numbers.
     """
     low, high = sorted(axis.get_view_interval())
+    axis.set_minor_formatter(NullFormatter())
+    if high < 4 * low:
+        axis.set_major_locator(MaxNLocator(nbins=5))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        return
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axis.set_minor_formatter(NullFormatter())
 
 
 def whole_numbers(axis: Axis) -> None:
     """Set the ticks of an axis to whole numbers only, for example for epochs."""
     axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+
+
+def legend_above_data(axes: Axes, **options: Any) -> None:
+    """Draw a legend in the upper left corner of the panel, and extend the y axis so that the legend covers no data.
+
+    Call this after everything else is drawn, including the notes, because it depends on the height of the panel.
+
+    Args:
+        axes: panel with a linear y axis.
+        options: options of `Axes.legend`.
+    """
+    legend = axes.legend(loc="upper left", **options)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)  # sets the size of the panel, of which the legend takes a share
+    bottom, _ = axes.get_ylim()
+    highest = axes.dataLim.y1
+    share = min(0.6, 1.1 * (axes.bbox.y1 - legend.get_window_extent().y0) / axes.bbox.height)
+    axes.set_ylim(bottom, bottom + (highest - bottom) / (1 - share))
 
 
 def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5) -> None:

@@ -308,6 +308,8 @@ def text_of(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int) or isinstance(value, float) and value.is_integer():
         return f"{value:,.0f}"
+    if isinstance(value, float) and abs(value) < 1e6:
+        return f"{value:.7g}"  # a float32 has seven significant digits, and no reader compares more
     return value if isinstance(value, str) else json.dumps(value)
 
 

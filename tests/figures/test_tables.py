@@ -18,6 +18,7 @@ from hyperion.figures.tables import (
     prediction_error,
     prediction_table,
     tables_of,
+    text_of,
     tidy,
 )
 from hyperion.paths import reference_folder
@@ -182,3 +183,22 @@ def test_the_notebook_shows_both(monkeypatch):
     monkeypatch.setattr(display, "_display", bundles.append)
     display.show_predictions(written([("fp32", 1024, 0.1)]))
     assert "text/html" in bundles[0] and "data sheet" in bundles[1]["text/markdown"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (4.018548488616943, "4.018548"),
+        (0.9999997627788944, "0.9999998"),
+        (1e-08, "1e-08"),
+        (0.001, "0.001"),
+        (2.0, "2"),
+        (12345678.25, "12345678.25"),
+        (65536, "65,536"),
+        (True, "yes"),
+        (["float32"], '["float32"]'),
+        (float("nan"), ""),
+    ],
+)
+def test_a_param_has_at_most_seven_digits(value, text):
+    assert text_of(value) == text

@@ -148,7 +148,10 @@ def time_to_accuracy(material: Material) -> Figure | None:
             axes, f"after {time_s:.3g} s", (time_s, 0.5), (4, 0), xycoords=("data", "axes fraction"), fontsize=9, color=COLOURS[2]
         )
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
-    axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
+    lowest = min(target, evaluated["accuracy"].min())
+    axes.set(
+        xlim=(0, None), ylim=(max(0.0, lowest - 0.05), 1.0), xlabel="seconds of training", ylabel="% of held-out images correct"
+    )
     notes = ["One dot per epoch. The seconds include the loader. They do not include compilation, evaluation and checkpoints."]
     notes += [row.value_reason for row in rows[:1] if row.value is None]
     notes += [f"Grey lines: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []
@@ -272,7 +275,7 @@ def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     window = max(1, len(loss) // 40)
     smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
     axes.plot(step, loss, color=COLOURS[5], linewidth=0.8, alpha=0.6, label="each step")
-    axes.plot(step[window - 1 :], smooth, color=COLOURS[0], label=f"mean of {window} steps")
+    axes.plot(step[window - 1 :], smooth, color=COLOURS[0], label=f"mean of the last {window} steps")
     axes.set(xlabel="optimizer step", title="Training loss by step")
     axes.legend()
     # The least possible loss is stored with the validation losses, which have the same unit.

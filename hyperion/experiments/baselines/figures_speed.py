@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, items, measured, number
-from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers, write_at
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, legend_above_data, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 # Colour and label of each loop. The captured loop exists only on devices that can capture a step as a graph.
@@ -21,13 +21,7 @@ _LOOPS = {
 _SHORT = {"plain": "plain", "plain, captured": "graph"}  # names of the other loops in the speed-up labels
 # Colour of each part of a roof, an estimate of the least step time. In older stored results each matrix product was timed alone,
 # and attention was a separate part.
-_PARTS = {
-    "products": COLOURS[6],
-    "attention": COLOURS[2],
-    "activations": COLOURS[5],
-    "logits": COLOURS[4],
-    "optimizer": COLOURS[3],
-}
+_PARTS = {"products": COLOURS[6], "attention": COLOURS[2], "activations": COLOURS[5], "logits": COLOURS[4], "optimizer": INK}
 _FACTORS = "Factors: the step time of a loop divided by that of this library."
 # Label of a share, by the param "what" of its row.
 _OWN = "of the roof of its own products"
@@ -47,13 +41,14 @@ def image_training_speed(material: Material) -> Figure | None:
     _draw_rates(left, batches, rates, [row for row in rows if row.metric == "speedup"])
     _draw_losses(right, material.samples("image_training_speed"), "image")
     limits = {row.params["batch"]: row.limit for row in rates if row.limit}
-    notes = [f"At the device's peak, these FLOPs would allow {items(max(limits.values()))} images/s."] if limits else []
+    notes = [f"At the device's peak, these FLOPs would allow {number(max(limits.values()))} images/s."] if limits else []
     how = next((row.params for row in rows if row.metric == "speedup"), {})
     if how and not how["replayed"]:
         notes.append(
             "On this device the library's steps are not replayed from a graph. Both loops run the same operators one by one."
         )
     add_notes(figure, notes)
+    legend_above_data(left, ncols=2, fontsize=8)
     return figure
 
 
@@ -85,13 +80,13 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
             f"{ratio.value:.2f} × {_SHORT[ratio.params['over']]} [{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]" for ratio in of_batch
         ]
         top = max(row.ci_high or not_none(row.value) for row in rates if row.params["batch"] == batch)
-        write_at(axes, "\n".join(lines), (place, top), (0, 4), ha="center", fontsize=8)
+        ours = place + spacing * (len(loops) - 1) / 2  # the last bar of the group
+        write_at(axes, "\n".join(lines), (ours, top), (0, 4), ha="center", fontsize=8)
     axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
     axes.yaxis.set_major_formatter(lambda value, _: items(value))
     axes.margins(y=0.3)
     axes.grid(axis="x", visible=False)
     axes.set(ylabel="images/s", ylim=(0, None), title="Loops, timed alternately; 95 % interval")
-    axes.legend(loc="upper right" if len(batches) > 2 else "upper center", ncols=len(loops), fontsize=8)
 
 
 def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
@@ -132,18 +127,18 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
     if not shares:
         return [*notes, _FACTORS, "There is no roof, because this run has measured no ceilings."]
     params = {name: value for row in shares for name, value in row.params.items()}
-    ways = (
-        [f"all at the highest rate that this run has measured, {params['gemm_tflops']:.4g} TFLOPS"]
-        if "gemm_tflops" in params
-        else []
-    )
+    ways = []
+    if "gemm_tflops" in params:
+        fastest = number(params["gemm_tflops"])
+        ways.append(f"Roof: all products at the highest rate that this run has measured, {fastest} TFLOPS.")
     if any(row.params["what"] == _OWN for row in shares):
         alone = "each timed alone" if "attention_s" in params else "timed one after the other, alternating with the steps"
-        ways.append(f"the step's own products, {alone}")
+        ways.append(f"Roof of its own products: the products of the step, {alone}.")
     return [
         *notes,
-        f"A roof is the time of the matrix products ({' or '.join(ways)}) plus the time of all other bytes at the rate of the "
-        f"fastest stream, {params['bandwidth_gb_s']:.4g} GB/s. Percentages: each roof as a share of the step time. {_FACTORS}",
+        "A roof is the time of the matrix products plus the time of all other bytes at the rate of the fastest stream, "
+        f"{number(params['bandwidth_gb_s'])} GB/s. {' '.join(ways)} Percentages: each roof as a share of the step "
+        f"time. {_FACTORS}",
     ]
 
 

@@ -100,12 +100,12 @@ def tokenizer_speed(material: Material) -> Figure | None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0.2)
     ratios = measured(material.of("tokenizer_speed", metric="speedup"))
     speedups = [
-        f"{row.params['processes']}: {number(row.value, 3)} × as fast as {row.params['over']} "
-        f"({interval(row.value, row.ci_low, row.ci_high)})"
+        f"With {row.params['processes']} process{'es' * (row.params['processes'] > 1)}: {number(row.value, 3)} × as fast as "
+        f"{row.params['over']} ({interval(row.value, row.ci_low, row.ci_high)})"
         for row in ratios
     ]
     cores = rows[0].params["cores"]
-    add_notes(figure, [f"On {cores} cores, timed alternately, the same tokens. By processes, {'; '.join(speedups)}."])
+    add_notes(figure, [f"On {cores} cores, timed alternately, the same tokens. {'; '.join(speedups)}."])
     return figure
 
 

@@ -24,7 +24,7 @@ def parity(material: Material) -> Figure | None:
     curves = material.samples("parallel_parity").pivot(index="step", columns="strategy", values="loss")
     ranks = rows[0].params["ranks"]
     figure, (left, right) = new_figure(
-        f"{rows[0].params['model']}, one device and {ranks} ranks", material.machine("parallel_parity"), 2
+        f"{rows[0].params['model']}, one device and {ranks} rank{'s' * (ranks > 1)}", material.machine("parallel_parity"), 2
     )
     for place, strategy in enumerate(curves):
         shown = "one device" if strategy == "single" else strategy.upper()
@@ -45,18 +45,26 @@ def distributed_training(material: Material) -> Figure | None:
     samples = material.samples("distributed_training")
     if not rows or samples.empty:
         return None
-    figure, (left, right) = new_figure("Training on all ranks", material.machine("distributed_training"), 2)
+    of_ranks = [row for row in rows if row.rank is not None]
+    several = len({row.rank for row in of_ranks}) > 1  # a single rank has no difference from the mean of the ranks
+    title = "Training on all ranks" if several else "Training on one rank"
+    figure, (left, *others) = new_figure(title, material.machine("distributed_training"), 2 if several else 1)
     steps = samples.query("kind == 'step'")
     for place, (name, curve) in enumerate(steps.groupby("training", sort=False)):
         losses = np.asarray(curve["loss"])
         left.plot(curve["step"], losses / losses[0], label=name, **_line(place))
-    left.set(xlabel="optimizer step", ylabel="loss divided by the loss of the first step", title="Loss of all ranks together")
+    left.set(
+        xlabel="optimizer step",
+        ylabel="loss divided by the loss of the first step",
+        title="Loss of all ranks together" if several else "Loss",
+    )
     whole_numbers(left.xaxis)
     _headroom(left, 0.3)
     left.legend(loc="upper right")
-    of_ranks = [row for row in rows if row.rank is not None]
-    _draw_ranks(right, [row for row in of_ranks if row.metric == "training_loss"])
-    add_notes(figure, ["The numbers at the marks are ranks.", *_rates_of_ranks(of_ranks), *_memory_of_ranks(of_ranks)])
+    for right in others:
+        _draw_ranks(right, [row for row in of_ranks if row.metric == "training_loss"])
+    names = ["The numbers at the bars are ranks."] if several else []
+    add_notes(figure, [*names, *_rates_of_ranks(of_ranks), *_memory_of_ranks(of_ranks)])
     return figure
 
 
@@ -80,7 +88,7 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
                 fontsize=8,
             )
     axes.axhline(0, color=INK, linewidth=1)
-    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=7.5)
+    axes.set_xticks(range(len(names)), names, fontsize=7.5)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.15)
     axes.set(ylabel="difference from the mean of the ranks, %", title="Loss of each rank on its own examples, last epoch")
@@ -107,7 +115,7 @@ def _memory_of_ranks(rows: list[Row]) -> list[str]:
             ends = dict.fromkeys(number(end(values(peaks)), 3) for end in (min, max))
             ranges[name] = " to ".join(ends)
     text = ", ".join(f"{name} {ends}" for name, ends in ranges.items())
-    return [f"Peak memory of a rank in that epoch, GiB: {text}."] if text else []
+    return [f"Peak memory of a rank in the last epoch, GiB: {text}."] if text else []
 
 
 def _last_epoch(rows: list[Row]) -> list[Row]:
@@ -133,7 +141,7 @@ def resharding(material: Material) -> Figure | None:
     after = curves[curves.index > before]
     for place, row in enumerate(rows):
         ranks = row.params["resumed_by"]
-        name = f"resumed by {ranks}"
+        name = f"resumed by {ranks} rank{'s' * (ranks > 1)}"
         left.plot(after.index, after[ranks], label=name, linestyle="none", **look(name, place), fillstyle="none", markersize=7)
         _differences(right, after.index, after[ranks], after[saved], name, place)
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, measured, number
+from hyperion.figures.material import Material, Plot, items, measured, number
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, errors_of, new_figure
 from hyperion.results import Row
 
@@ -33,7 +33,9 @@ def planted_unfairness(material: Material) -> Figure | None:
     _draw_differences(axes, rows, "largest difference of a loss from the clean run (nats)")
     named = [row for row in material.of("planted_unfairness") if row.params.get("expected")]
     right = f"The judge named {sum(row.value is not None for row in named)} of {len(named)} unfairnesses correctly"
-    add_notes(figure, [f"{right}. Losses hide those at the left. The clean twin has none."] if named else [])
+    add_notes(
+        figure, [f"{right}. A difference of 0 does not show in the losses. The clean twin has no unfairness."] if named else []
+    )
     return figure
 
 
@@ -80,6 +82,7 @@ def framework_speed(material: Material) -> Figure | None:
         axes.invert_yaxis()
         highest = max(row.ci_high if row.ci_high is not None else not_none(row.value) for row in rows)
         axes.set(xlabel=label, xlim=(0, 1.08 * highest))
+    panels[0].xaxis.set_major_formatter(lambda value, _: items(value))
     tied = {row.variant: row.params["ties"] for row in every if row.metric == "count" and row.value == 0}
     first = f"Tied for the first place: {', '.join(tied)}." if len(tied) > 1 else f"Fastest beyond doubt: {', '.join(tied)}."
     add_notes(figure, ["Bars: 95 % intervals over launches.", first if tied else "", *_reasons(every)])

@@ -10,6 +10,7 @@ from math import pi
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, measured, number, percent, values
@@ -129,17 +130,6 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
     labels = _draw_ceilings(axes, {dtype: tflops[dtype] for dtype in used}, bandwidth_gb_s, ends)
     for kind in dict.fromkeys(kernel.kind for kernel in kernels):
         _draw_kind(axes, kind, [kernel for kernel in kernels if kernel.kind == kind], several=len(used) > 1)
-    for letter, kernel in zip("abc", _largest(kernels), strict=False):
-        write_at(
-            axes,
-            letter,
-            (kernel.intensity, kernel.tflops),
-            (4 + (_area(kernel) / pi) ** 0.5, 0),
-            va="center",
-            fontsize=9,
-            fontweight="bold",
-            zorder=4,
-        )
     axes.set(
         xscale="log", yscale="log", xlim=ends, ylabel="TFLOPS", xlabel="arithmetic intensity, FLOP per byte of memory traffic"
     )
@@ -147,11 +137,33 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)
     spread_labels(axes, labels)
+    _write_letters(axes, kernels)
 
 
 def named_kernels(kernels: Sequence[Kernel]) -> str:
     """Return the text that explains which matrix product each letter in a panel marks, and its share of the FLOPs."""
     return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
+
+
+def _write_letters(axes: Axes, kernels: Sequence[Kernel], gap_points: float = 10) -> None:
+    """Write a letter to the right of each named product. Letters that would overlap are moved upwards.
+
+    Call this after the limits and the size of the panel are set, because they determine which letters overlap.
+    """
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    placed: list[tuple[float, float]] = []  # places of the letters in points
+    named = list(zip("abc", _largest(kernels), strict=False))
+    for letter, kernel in sorted(named, key=lambda pair: pair[1].tflops):
+        x, y = axes.transData.transform((kernel.intensity, kernel.tflops)) * 72 / figure.dpi
+        right = 4 + (_area(kernel) / pi) ** 0.5
+        near = [height for place, height in placed if abs(place - x - right) < gap_points]
+        shifted = max([y, *(height + gap_points for height in near)])
+        placed.append((x + right, shifted))
+        # A letter beside one mark can be on another mark, so it has a white outline.
+        outline = [withStroke(linewidth=2.5, foreground="white")]
+        style = {"va": "center", "fontsize": 9, "fontweight": "bold", "zorder": 4, "path_effects": outline}
+        write_at(axes, letter, (kernel.intensity, kernel.tflops), (right, shifted - y), **style)
 
 
 def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.inference import figures_operators, figures_quantization
-from hyperion.figures.material import Material, Plot, measured, number
+from hyperion.figures.material import Material, Plot, items, measured, number
 from hyperion.figures.style import absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
@@ -58,10 +58,12 @@ def _panels(
     for axes, model in zip(panels, models, strict=True):
         _bars(axes, [row for row in known if row.params["model"] == model], factor)
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
+        if axes.get_xlim()[1] >= 5000:  # long tick labels would touch each other
+            axes.xaxis.set_major_formatter(lambda value, _: items(value))
         axes.set_title(model)
     # Only throughput rows have a limit, so do not add notes about the missing limit of other rows.
     noted = [row for row in rows if row.value is None or row.limit_source]
-    add_notes(figure, dict.fromkeys([*notes, *absences(noted, lambda row: row.variant)]))
+    add_notes(figure, [*notes, *absences(noted, lambda row: _absent_name(row, known), lambda row: row.variant)])
     return figure
 
 
@@ -82,6 +84,16 @@ def _name(row: Row) -> str:
     if row.metric in _PERCENTILES:
         return f"{row.variant}, {row.metric.split('_')[1]}"
     return f"{row.variant}, batch {row.params['batch']}" if row.metric == "samples_per_s" else row.variant
+
+
+def _absent_name(row: Row, drawn: Sequence[Row]) -> str:
+    """Name a row without a value: the runtime, and if it has other values, the model, and if this model has, the percentile."""
+    models = {other.params["model"] for other in drawn if other.variant == row.variant}
+    model = row.params.get("model")
+    if not models or model is None:
+        return row.variant
+    name = f"{row.variant}, {model}"
+    return f"{name}, {row.metric.split('_')[1]}" if model in models and row.metric in _PERCENTILES else name
 
 
 PLOTS = (

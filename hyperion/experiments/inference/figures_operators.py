@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.figures.material import Material, Plot, measured, number, values
-from hyperion.figures.style import COLOURS, MUTED, add_notes, log_ticks, look, new_figure
+from hyperion.figures.style import COLOURS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 from hyperion.results.rows import UNEXPECTED
 
@@ -26,17 +26,25 @@ def operator_counts(material: Material) -> Figure | None:
         return None
     figure, (axes,) = new_figure("Operators against float64", material.machine("operator_suite"), 1, height=3.6)
     groups = list(dict.fromkeys(_group(row) for row in rows))
-    left = dict.fromkeys(groups, 0.0)
+    left, rest = dict.fromkeys(groups, 0.0), {group: [] for group in groups}
+    totals = [sum(values(row for row in rows if _group(row) == group)) for group in groups]
     for status, colour in _STATUSES.items():
         found = {_group(row): value for row, value in zip(rows, values(rows), strict=True) if row.params["what"] == status}
         widths = [found.get(group, 0.0) for group in groups]
         bars = axes.barh(range(len(groups)), widths, left=list(left.values()), color=colour, label=status, height=0.7)
-        axes.bar_label(bars, [number(width) if width else "" for width in widths], label_type="center", fontsize=8)
-        left = {group: left[group] + width for group, width in zip(groups, widths, strict=True)}
+        # A number does not fit into a narrow part. The numbers of narrow parts are written after the bar.
+        wide = [width > 0.1 * total for width, total in zip(widths, totals, strict=True)]
+        labels = [number(width) if fits else "" for width, fits in zip(widths, wide, strict=True)]
+        axes.bar_label(bars, labels, label_type="center", fontsize=8)
+        for group, width, fits in zip(groups, widths, wide, strict=True):
+            left[group] += width
+            rest[group] += [f"{number(width)} {status}"] if width and not fits else []
+    for place, group in enumerate(groups):
+        write_at(axes, ", ".join(rest[group]), (left[group], place), (4, 0), va="center", fontsize=8)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="operators and layers")
+    axes.set(xlabel="operators and layers", xlim=(0, 1.5 * max(left.values())))
     axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
@@ -54,7 +62,8 @@ def operator_errors(material: Material) -> Figure | None:
         axes.plot(errors, shares, label=f"{dtype}, {len(errors)} operators and variants", **style)
     _tolerance_axis(axes)
     axes.set(ylabel="share of operators", ylim=(0, 1.02))
-    axes.legend(loc="lower right")
+    # Above the axes, so that it hides no line. The names of three formats just fit into the width of the panel.
+    axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1), fontsize=7.5, columnspacing=1.0, handlelength=1.4)
     above = [f"{line['operator']} ({line['dtype']})" for line in gaps(rows) if line["status"] != "unsupported"]
     add_notes(figure, [f"Above the tolerance or failed: {', '.join(above)}."] if above else [])
     return figure

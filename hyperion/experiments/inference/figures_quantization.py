@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import COLOURS, absences, add_notes, errors_of, look, new_figure, write_at
+from hyperion.figures.style import COLOURS, absences, add_notes, errors_of, look, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 TITLES = {"quantization": "Quantised weights", "decode_speed": "Decoding one sequence", "qlora": "Training with few bits"}
@@ -92,7 +92,8 @@ def qlora(material: Material) -> Figure | None:
         # The curves of a quantised variant and its twin (the same training without quantisation) overlap, so one is dashed.
         style["linestyle"] = "--" if position % 2 else "-"
         curves.plot(series["step"], series["loss"], label=name, **style)
-    curves.set(xlabel="step", ylabel="training loss, nats per completion token")
+    curves.set(xlabel="optimizer step", ylabel="training loss, nats per completion token")
+    whole_numbers(curves.xaxis)
     curves.legend(fontsize=8)
     bytes_rows = measured(row for row in rows if row.metric == "optimizer_state_bytes")
     states.barh(range(len(bytes_rows)), [not_none(row.value) / 1e6 for row in bytes_rows], height=0.6, color=COLOURS[0])

@@ -70,11 +70,11 @@ def bucket_size(material: Material) -> Figure | None:
     write_at(
         axes,
         "DDP's 25 MiB",
-        (_DDP_BUCKET, 0.5),
+        (_DDP_BUCKET, 0.06),  # the curves are higher at this size
         (-3, 0),
         xycoords=("data", "axes fraction"),
         ha="right",
-        va="center",
+        va="bottom",
         rotation=90,
         fontsize=8,
         color=MUTED,
@@ -111,7 +111,12 @@ def overlap(material: Material) -> Figure | None:
             axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
         axes.invert_yaxis()
         axes.set(xlabel="milliseconds", xlim=(0, 1.05 * max(*highest, sum(alone))))
-        axes.set_title(f"{byte_size(size)}: {100 * not_none(share.value):.0f} % of the shorter one hidden")
+        hidden = 100 * not_none(share.value)
+        axes.set_title(
+            f"{byte_size(size)}: {hidden:.0f} % of the shorter one hidden"
+            if hidden >= 0
+            else f"{byte_size(size)}: nothing hidden; both at once take longer than in turn"
+        )
     add_notes(
         figure, ["Dashed lines: time of the longer one alone (shorter one hidden), and sum of both times (nothing hidden)."]
     )
@@ -127,9 +132,9 @@ def mpi_collectives(material: Material) -> Figure | None:
     cases = list(dict.fromkeys((row.params["ranks"], row.params["path"]) for row in rates))
     if not cases:
         return None
-    title = f"Collectives through {rates[0].params['backend']}"
+    title = f"Collectives through {rates[0].params['backend'].replace('mpi', 'MPI', 1)}"
     figure, panels = new_figure(title, material.machine("mpi_collectives"), len(cases), height=4.6)
-    notes = ["Dashed: the all_reduce of the first experiment on as many ranks. Medians with 95 % intervals."]
+    notes = ["Dashed: the all_reduce of the experiment collectives on as many ranks. Medians with 95 % intervals."]
     for axes, (ranks, path) in zip(panels, cases, strict=True):
         own = [row for row in rates if (row.params["ranks"], row.params["path"]) == (ranks, path)]
         notes += _draw_rates(axes, own, [])

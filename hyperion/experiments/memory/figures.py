@@ -103,9 +103,10 @@ def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
 
 def _sum_of_parts(rows: list[Row]) -> str:
     checked = [row for row in rows if row.check]
-    worst = max(not_none(row.check_error) for row in checked)
+    worst = 100 * max(not_none(row.check_error) for row in checked)
+    within = f"{worst:.2g}" if worst >= 0.001 else "0.001"
     return (
-        f"Each part was counted separately. The sum of the parts equals all live tensors within {100 * worst:.2g} %. "
+        f"Each part was counted separately. The sum of the parts equals all live tensors within {within} %. "
         "Activations are the tensors that autograd keeps for the backward pass."
     )
 
@@ -114,6 +115,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
     """Draw one marker for each policy and model: step time on the horizontal axis, memory on the vertical axis."""
     axes.add_patch(Rectangle((0, 0), _TIME_BAR, _MEMORY_BAR, color=GRID, zorder=0.5))
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "tensor_memory_gib"))
+    marks: list[tuple[float, float]] = []
     for model, marker in zip(models, MARKERS, strict=False):
         of_model = [row for row in rows if row.variant == model]
         memory = {row.params["checkpointing"]: row for row in of_model if row.metric == "tensor_memory_gib"}
@@ -131,8 +133,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
             if predicted is not None and predicted_without:
                 hollow = {"color": colour, "markerfacecolor": "none", "markersize": 13, "linestyle": "none"}
                 axes.plot([longer], [predicted / predicted_without], marker=marker, **hollow)
-            label = f"{100 * (share - 1):+.0f} %"
-            write_at(axes, label, (longer, share), (0, -15), ha="center", fontsize=8)
+            marks.append((longer, share))
             axes.plot([], [], "s", color=colour, label=how if marker == MARKERS[0] else None)
         axes.plot([], [], marker, color=MUTED, label=model)
     handles, names = axes.get_legend_handles_labels()
@@ -142,6 +143,11 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     right = max(1.4, *(1 / not_none(row.ci_low) for row in rows if row.metric == "speedup"))
     axes.set(xlabel="time of a step", ylabel="memory", xlim=(0.9, right + 0.1), ylim=(0, 1.08))
+    for longer, share in marks:
+        # The label is below its mark, or above it if another mark is there.
+        below = any(0 < share - y < 0.15 and abs(x - longer) < 0.1 * (right - 0.8) for x, y in marks)
+        offset, side = ((0, 8), "bottom") if below else ((0, -8), "top")
+        write_at(axes, f"{100 * (share - 1):+.0f} %", (longer, share), offset, ha="center", va=side, fontsize=8)
     dtypes = ", ".join(dict.fromkeys(_dtype_of(rows, model) for model in models))
     axes.set_title(f"Relative to no checkpointing ({dtypes})")
 

@@ -149,15 +149,16 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
         if row.metric == "relative_difference":
             key = (not_none(row.check_tolerance), row.params.get("first", 1), row.params.get("last", steps))
             allowed.setdefault(key, []).append(row.dtype)
-    labels = []
-    for (tolerance, first, last), dtypes in allowed.items():
+    labels = {}  # one label for each format: that of the latest steps, whose line ends at the labels
+    for (tolerance, first, last), dtypes in sorted(allowed.items(), key=lambda item: item[0][1]):
         colour = look(dtypes[0])["color"]
         axes.plot([first, last], [tolerance] * 2, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
         if last == steps:
-            labels.append((tolerance, f"{', '.join(dtypes)}: {number(100 * tolerance, 2)} %", colour))
+            names = ", ".join(dtypes)
+            labels[names] = (tolerance, f"{names}: {number(100 * tolerance, 2)} %", colour)
     whole_numbers(axes.xaxis)
     axes.set(yscale="log", ylim=(_SMALLEST / 2, 3 * max([*(tolerance for tolerance, _, _ in allowed), 0.01])))
-    spread_labels(axes, labels)
+    spread_labels(axes, labels.values())
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
@@ -309,7 +310,8 @@ def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label
         colour = GRID if before is None else _LESS if value <= start else _MORE
         axes.barh(place, value - start, left=start, height=0.62, color=colour)
         axes.plot([value, value], [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
-        change = "" if before is None else f"  {100 * (value / before - 1):+.0f} %"
+        percents = 0 if before is None else round(100 * (value / before - 1))
+        change = "" if before is None else f"  {percents:+d} %" if percents else "  0 %"
         write_at(axes, f"{number(value, 3)}{change}", (max(value, start), place), (5, 0), va="center", fontsize=8)
         before = value
     _finish_steps(axes, steps, label)

@@ -65,10 +65,10 @@ def communication(material: Material) -> Figure | None:
     for axes in panels:
         axes.set_ylim(bottom, top)
     notes = [
-        "Dotted: (step - same step alone) / step, from two timings, with its 95 % interval. Where the interval reaches zero, the "
-        "difference is no share of communication."
+        "Dotted, hollow: (step - same step alone) / step, from two timings, with its 95 % interval. Where the interval reaches "
+        "zero, the difference is no share of communication."
     ]
-    notes += ["Solid: exposed communication of profiled steps, mean of the ranks."] if exposed else []
+    notes += ["Solid, filled: exposed communication of profiled steps, mean of the ranks."] if exposed else []
     add_notes(figure, notes)
     return figure
 
@@ -79,11 +79,13 @@ def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", l
     Args:
         at_one: value on one device, or None if the quantity has no value on one device.
         what: name of the quantity, for the legend.
-        line: matplotlib line style. "" uses the line style of the training run.
+        line: matplotlib line style. "" uses the line style of the training run. A dotted line has hollow marks, because a curve
+            with one point has no line.
     """
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
         style: dict[str, Any] = look(name, place) | ({"linestyle": line} if line else {})
+        style |= {"fillstyle": "none"} if line == ":" else {}
         x, y = [row.params["ranks"] for row in chosen], values(chosen)
         axes.errorbar(x, y, errors_of(chosen), label=", ".join(filter(None, (name.replace("_", " "), what))), **style)
         if at_one is not None:

@@ -7,7 +7,18 @@ from matplotlib.ticker import NullLocator
 from hyperion.errors import not_none
 from hyperion.experiments.serving.metrics import GROWTH_CHECK, NOT_OBSERVED
 from hyperion.figures.material import Material, Plot, measured, number
-from hyperion.figures.style import COLOURS, INK, MUTED, absences, add_notes, errors_of, look, new_figure, whole_numbers
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    absences,
+    add_notes,
+    errors_of,
+    legend_above_data,
+    look,
+    new_figure,
+    whole_numbers,
+)
 from hyperion.results import Row
 from hyperion.units import KIB, MIB
 
@@ -65,6 +76,9 @@ def server_load(material: Material) -> Figure | None:
     unobserved = [row for row in rows if row.metric == "tpot_s" and row.value_reason.startswith(NOT_OBSERVED)][:1]
     notes += absences(unobserved, lambda row: f"{row.variant}, time per output token")
     add_notes(figure, [*notes, *absences(failed, lambda row: row.variant)])
+    for axes in panels:
+        if axes.get_legend_handles_labels()[1]:
+            legend_above_data(axes, fontsize=8, ncols=1 if axes is panels[0] else 3, columnspacing=1.2, handlelength=1.6)
     return figure
 
 
@@ -110,7 +124,6 @@ def _draw_throughput(axes: Axes, rows: list[Row]) -> None:
             x, y = zip(*predicted, strict=True)
             axes.plot(x, y, color=INK, linestyle=(0, (4, 2)), linewidth=1.2, label="predicted: batching is free")
     axes.set(title="Throughput", ylabel="output tokens/s", ylim=(0, None), xlim=(0, None))
-    axes.legend(loc="best", fontsize=8)
     whole_numbers(axes.xaxis)
 
 
@@ -136,7 +149,6 @@ def _draw_percentiles(axes: Axes, rows: list[Row], users: list[int], title: str)
     axes.set_xscale("log", base=2)
     axes.set_xticks([*users, 2 * max(users)], [*map(str, users), "open\nloop"])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.legend(loc="best", fontsize=8)
 
 
 PLOTS = (

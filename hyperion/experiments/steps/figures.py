@@ -129,7 +129,11 @@ def model_steps(material: Material) -> Figure | None:
         lower.set_title(" ")  # leaves one line free for the legend
         legend = lower.legend(handles=shares, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
         legend.set_in_layout(False)  # the legend may extend into the next panel, which is empty there
-    figure.legend(handles=marks, ncols=4, loc="outside upper right")
+    # The legend is between the title of the figure, which can be long, and the panels. It extends over the panels to the right.
+    for axes in panels[: len(models)]:
+        axes.set_title(axes.get_title(loc="left"), pad=26)
+    legend = panels[0].legend(handles=marks, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+    legend.set_in_layout(False)
     add_notes(figure, [*_notes(rows), *_left_out(every)])
     return figure
 

@@ -71,6 +71,15 @@ def test_ranks_differ_in_their_losses(material):
     assert "Rates of the ranks differ by 3.3 % at most" in shown and "lm_test_ddp 9.50 to 9.80" in shown
 
 
+def test_a_single_rank_has_no_panel_of_differences_between_ranks(tmp_path, material):
+    rows = [row for row in material.of("distributed_training") if row.rank in (None, 0)]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record(DISTRIBUTED, "distributed_training", rows, material.samples("distributed_training"), input_hash="h")
+    figure, shown = drawn(distributed_training, Material(run))
+    assert len(figure.axes) == 1 and "Training on one rank" in figure.get_suptitle()
+    assert "The numbers at" not in shown and "Peak memory of a rank in the last epoch" in shown
+
+
 @pytest.mark.parametrize("function", [parity, resharding, distributed_training, rank_failure])
 def test_steps_are_whole_numbers(material, function):
     figure, _ = drawn(function, material)

@@ -113,6 +113,8 @@ def test_launches_are_bars_in_microseconds(material, cpu_material):
     bars = [bar.get_height() for bar in drawn(launch_cost, material).axes[0].patches]
     launches = [1e6 * row.value for row in material.of("launch_cost", metric="launch_time_s")]
     assert bars == pytest.approx(launches) and len(bars) == 2
+    labels = [text.get_text() for text in drawn(launch_cost, material).axes[0].texts]
+    assert all(len(label.removesuffix(" µs").replace(".", "").lstrip("0")) <= 4 for label in labels)
     figure = drawn(launch_cost, cpu_material)
     assert len(figure.axes[0].patches) == 1 and "a CPU has no graphs" in texts(figure)
 

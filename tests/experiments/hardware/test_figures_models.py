@@ -1,6 +1,6 @@
 """Figures of our models' products and of the gaps, drawn from rows of a GPU with many formats and of an unknown CPU."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
@@ -195,3 +195,12 @@ def test_roofs_meet_the_slope_and_those_of_unused_dtypes_are_not_drawn():
     roofs = {line.get_ydata()[0]: line.get_xdata()[0] for line in figure.axes[0].lines if len(set(line.get_ydata())) == 1}
     assert roofs == pytest.approx({700.0: 175.0, 50.0: 12.5})
     assert "bf16 700" in words(figure) and "fp64" not in words(figure)
+
+
+def test_letters_of_products_at_the_same_place_do_not_overlap():
+    together = [Kernel(f"product {n}", "matmul", "bf16", 500.0, 600.0 + n, 0.3) for n in range(3)]
+    figure = roofline(together)
+    png(figure)
+    boxes = {text.get_text(): text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in "abc"}
+    assert len(boxes) == 3
+    assert not any(one.overlaps(other) for one, other in combinations(boxes.values(), 2))

@@ -43,6 +43,11 @@ def test_the_bars_of_each_format_and_pass_add_up_to_all_operators(material):
         "bf16 backward",
     ]
     assert {bar.get_x() + bar.get_width() for bar in axes.patches[-4:]} == {10.0}
+    labels = [text for text in axes.texts if text.get_text()]
+    assert all(text.get_text().isdecimal() or text.xy[0] == 10 for text in labels), (
+        "the numbers of narrow parts are after the bar"
+    )
+    assert any(text.get_text().startswith("1 ") for text in labels if text.xy[0] == 10)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["passed", "failed", "unsupported", "no gradient"]
 
 

@@ -50,6 +50,24 @@ def test_each_model_has_a_panel_with_a_bar_for_each_percentile(material):
     assert figure.get_supxlabel() == "AOTInductor: not measured (SIGSEGV: made up)."
 
 
+def test_a_note_says_which_model_and_percentile_of_a_drawn_runtime_is_missing(tmp_path):
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    for chapter, experiment, rows, samples in runtime_chapters():
+        lost = [("latency_p95_s", "llama"), ("latency_p99_s", "llama")]
+        lost += [(f"latency_p{percent}_s", "resnet18") for percent in (50, 95, 99)]
+        changed = [
+            replace(row, value=None, ci_low=None, ci_high=None, value_reason="made up")
+            if (row.metric, row.params.get("model")) in lost[: 2 if row.variant == "eager" else None] and row.variant in names
+            else row
+            for row in rows
+            for names in [("eager", "torch.compile")]
+        ]
+        run.record(chapter, experiment, changed, samples, input_hash="h")
+    note = " ".join(drawn(runtime_latency, Material(run)).get_supxlabel().split())
+    assert "eager, llama, p95; eager, llama, p99" in note and "torch.compile, resnet18" in note
+    assert "torch.compile, resnet18, p" not in note
+
+
 def test_the_best_batch_is_drawn_and_not_the_search(material):
     axes = drawn(runtime_throughput, material).axes[0]
     assert [bar.get_width() for bar in axes.patches] == [990.0, 991.0, 992.0]

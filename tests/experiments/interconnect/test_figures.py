@@ -1,6 +1,7 @@
 """What the interconnect figures and tables show: limits, every collective and cell, and the recommended sizes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,7 @@ from hyperion.experiments.interconnect.figures import (
     rates_by_size,
 )
 from hyperion.figures.material import Material, number
-from hyperion.figures.style import styled
+from hyperion.figures.style import png, styled
 from hyperion.results import Run
 from tests.book.made_up.collectives import FACTORS, LATENCY_S, OVERLAP_S, SIZES
 from tests.book.made_up.run import GPU
@@ -79,6 +80,25 @@ def test_the_recommended_size_and_ddps_own_are_drawn_beside_the_curves(material)
     drawn = [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2]
     advised = [9 * LATENCY_S * 370e9 / FACTORS[name] for name in curves]
     assert drawn == pytest.approx([*advised, 25 * 2**20], rel=0.05)
+
+
+def test_the_name_of_ddps_own_size_lies_on_no_curve(material):
+    with styled():
+        figure = bucket_size(material)
+    png(figure)
+    (axes,) = figure.axes
+    name = axes.texts[0].get_window_extent()
+    for curve in (line for line in axes.lines if len(line.get_xdata()) > 2):
+        x, y = axes.transData.transform(np.column_stack(curve.get_data())).T
+        assert np.interp([name.x0, name.x1], x, y).min() > name.y1
+
+
+def test_a_negative_share_is_no_share_of_the_shorter_one(material):
+    with styled():
+        longer = replace(material.of("collectives", metric="overlap_share")[0], value=-0.89)
+        rows = [longer if row.metric == "overlap_share" else row for row in material.of("collectives")]
+        title = overlap(SimpleNamespace(of=lambda name, **_: [r for r in rows if r.variant == "overlap"], machine=lambda _: "m"))
+    assert "nothing hidden" in title.axes[0].get_title("left") and "%" not in title.axes[0].get_title("left")
 
 
 def test_both_at_once_is_drawn_between_hidden_and_in_turns(material):

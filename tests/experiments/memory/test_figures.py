@@ -5,7 +5,7 @@ import pytest
 from hyperion.book.plots import draw
 from hyperion.experiments.memory.figures import checkpointing, memory_estimate, memory_phases, memory_trace
 from hyperion.figures.material import Material
-from hyperion.figures.style import styled
+from hyperion.figures.style import png, styled
 from hyperion.figures.tables import phase_table, tables_of
 from hyperion.results import Run
 from tests.book.made_up.precision import PHASES, checkpointing_rows, phase_rows, precision_chapters
@@ -50,6 +50,10 @@ def test_policies_are_drawn_relative_to_none(material):
     marks = {(round(x, 3), round(y, 3)) for line in trade.lines for x, y in zip(*line.get_data(), strict=True)}
     assert {(1.333, 0.4), (1.067, 0.7), (1.2, 0.6)} <= marks
     assert "-60 %" in [text.get_text() for text in trade.texts]
+    figure = trade.get_figure()
+    png(figure)
+    labels = [text.get_window_extent() for text in trade.texts]
+    assert not any(label.contains(*trade.transData.transform(mark)) for label in labels for mark in marks)
     corner = trade.patches[0].get_bbox()
     assert (corner.x1, corner.y1) == (1.3, 0.6), "what is asked of a policy"
     depths = {line.get_label(): list(line.get_ydata()) for line in depth.lines}

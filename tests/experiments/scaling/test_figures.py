@@ -23,6 +23,9 @@ def drawn(tmp_path, *metrics):
     run.record("08_scaling_analysis", "scaling", rows, pd.DataFrame({"x": [1]}), input_hash="h")
     with styled():
         figure = communication(Material(run))
+    for container in (container for axes in figure.axes for container in axes.containers):
+        hollow = "difference" in container.get_label()
+        assert container.lines[0].get_fillstyle() == ("none" if hollow else "full")
     legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
     return legends, " ".join(figure.get_supxlabel().split())
 
@@ -33,7 +36,7 @@ EXPOSED = ("share", 0.04, {"what": "exposed communication"})
 def test_exposed_communication_and_the_difference_have_their_own_lines(tmp_path):
     legends, notes = drawn(tmp_path, EXPOSED, ("alone_difference", -0.06, {}))
     assert legends == [["language fsdp, exposed", "language fsdp, difference from alone"]] * 2
-    assert "the difference is no share of communication" in notes and "Solid: exposed communication" in notes
+    assert "the difference is no share of communication" in notes and "Solid, filled: exposed communication" in notes
 
 
 def test_a_run_of_an_earlier_version_has_the_difference_only(tmp_path):

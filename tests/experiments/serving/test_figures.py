@@ -7,7 +7,7 @@ import pytest
 
 from hyperion.experiments.serving.figures import kv_cache_memory, server_load, server_soak
 from hyperion.figures.material import Material
-from hyperion.figures.style import styled
+from hyperion.figures.style import png, styled
 from hyperion.results import Run
 from tests.book.made_up.run import GPU
 from tests.book.made_up.serving import serving_chapters
@@ -54,6 +54,15 @@ def test_latencies_have_a_line_for_each_percentile_and_hollow_marks_for_the_open
     labels = dict(zip(ttft.get_xticks(), (label.get_text() for label in ttft.get_xticklabels()), strict=True))
     assert labels == {1: "1", 16: "16", 32: "open\nloop"} and list(opened.get_xdata()) == [32]
     assert "50 % of the throughput" in figure.get_supxlabel() and "vllm: not measured" in figure.get_supxlabel()
+
+
+def test_no_legend_covers_a_point_of_the_load(material):
+    figure = drawn(server_load, material)
+    png(figure)
+    for axes in figure.axes:
+        legend_box = axes.get_legend().get_window_extent()
+        points = [axes.transData.transform(point) for line in axes.lines for point in zip(*line.get_data(), strict=True)]
+        assert all(y < legend_box.y0 for _, y in points)
 
 
 def test_the_bound_of_the_memory_starts_where_the_fit_starts(material):

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from hyperion.experiments.steps.figures import batch_scaling, model_steps, operator_cost, spread_above
-from hyperion.figures.style import new_figure, styled
+from hyperion.figures.style import new_figure, png, styled
 from tests.book.made_up.baseline import ABSENT, MIB_PER_SAMPLE, STEPS
 
 
@@ -37,6 +37,8 @@ def test_phases_are_stacked_beside_their_least_times(material):
     assert bars(figure.axes[0], hatched=False) == pytest.approx([part for each in times for part in each[:3]], rel=0.02)
     assert sum(bars(figure.axes[0], hatched=True)) == pytest.approx(sum(each[3] for each in times), rel=0.02)
     assert "Percentages: least time divided" in shown and "Batch 32" in shown and "No least time" not in shown
+    png(figure)
+    assert figure.axes[0].get_legend().get_window_extent().y1 < figure._suptitle.get_window_extent().y0
 
 
 def test_each_variant_has_its_name_its_prediction_and_its_two_utilisations(material):
