@@ -329,7 +329,7 @@ _OFFLINE = (
     "--LabApp.extension_manager=readonly",
 )
 # Otherwise some 20 lines of its log follow the lines of `lab_lines`, among them the address with "..." in place of the token.
-_QUIET = "--log-level=WARN"
+_QUIET = ("--log-level=WARN", "--LabApp.log_level=WARN")
 
 
 def lab_command(root: Path, port: int) -> list[str]:
@@ -343,7 +343,7 @@ def lab_command(root: Path, port: int) -> list[str]:
     """
     if find_spec("jupyterlab") is None:
         raise HyperionError("JupyterLab is not installed", where=sys.executable, next_step="pip install -e '.[lab]'")
-    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", _QUIET, *_OFFLINE]
+    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", *_QUIET, *_OFFLINE]
     if os.geteuid() == 0:  # common in containers; without this option the server refuses to start for root
         options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]

@@ -68,7 +68,7 @@ class _UpdatedOutput:
             return
         line = text.strip()
         # JupyterLab gives an empty text a line of its own, but not an empty HTML element.
-        bundle = {"text/html": f"<pre>{html.escape(line)}</pre>" if line else "", "text/plain": line}
+        bundle = {"text/html": f'<pre style="margin:0">{html.escape(line)}</pre>' if line else "", "text/plain": line}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
