@@ -287,7 +287,7 @@ def lab(
 
     The copies are in the folder lab/ of the checkout, so that your answers and outputs change no file in git. Also prints the ssh
     command that makes JupyterLab reachable from another machine. JupyterLab continues when the terminal closes. To stop it, press
-    Ctrl-C, or choose File > Shut Down.
+    Ctrl-C twice, or choose File > Shut Down.
     """
     from hyperion.reproduce.kernels import library_environment
 
@@ -328,6 +328,8 @@ _OFFLINE = (
     "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
 )
+# Otherwise some 20 lines of its log follow the lines of `lab_lines`, among them the address with "..." in place of the token.
+_QUIET = ("--log-level=WARN", "--LabApp.log_level=WARN")
 
 
 def lab_command(root: Path, port: int) -> list[str]:
@@ -341,7 +343,7 @@ def lab_command(root: Path, port: int) -> list[str]:
     """
     if find_spec("jupyterlab") is None:
         raise HyperionError("JupyterLab is not installed", where=sys.executable, next_step="pip install -e '.[lab]'")
-    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", *_OFFLINE]
+    options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", *_QUIET, *_OFFLINE]
     if os.geteuid() == 0:  # common in containers; without this option the server refuses to start for root
         options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
@@ -393,7 +395,7 @@ def _sha256(content: bytes) -> str:
 
 
 def lab_lines(port: int, token: str) -> list[str]:
-    """Return two lines: the address to open in a browser, and the ssh command to run first on another machine."""
+    """Return three lines: the address to open in a browser, the ssh command for another machine, and how to stop JupyterLab."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # in a container, the user id may have no entry in the password file
@@ -401,6 +403,7 @@ def lab_lines(port: int, token: str) -> list[str]:
     return [
         f"open      http://127.0.0.1:{port}/lab/tree/{LAB}?token={token}",
         f"remotely  ssh -N -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}    then open the same address there",
+        "stop      press Ctrl-C twice, or choose File > Shut Down; JupyterLab continues when the terminal closes",
     ]
 
 

@@ -5,11 +5,11 @@ are installed.
 """
 
 import functools
+import html
 import io
 import os
 import select
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +37,45 @@ def notice(text: str) -> None:
 def progress_bar(**options: Any) -> "tqdm":
     """Return a tqdm progress bar with these options.
 
-    In a notebook with ipywidgets, the bar is a widget. Otherwise, it is text.
+    In a notebook, the bar is a single output that is updated in place, and that is empty after a bar with `leave=False`. It is no
+    widget, because a saved notebook shows an error message in place of each widget when it is opened again.
     """
-    from tqdm import TqdmWarning
+    from tqdm import tqdm
 
-    with warnings.catch_warnings():
-        # Without ipywidgets, tqdm warns and writes text. A notebook that runs without a reader needs no widgets.
-        warnings.simplefilter("ignore", TqdmWarning)
-        from tqdm.auto import tqdm
+    if _in_notebook():
+        options = {"file": _UpdatedOutput(), "ncols": 100, **options}
     return tqdm(**options)
+
+
+def _in_notebook() -> bool:
+    """Return True if a Jupyter kernel runs this process. A terminal with IPython is no notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class _UpdatedOutput:
+    """A file-like object that shows the latest line of a progress bar as an output of the current cell."""
+
+    encoding = "utf-8"  # without it, tqdm draws its bar with ASCII characters
+
+    def __init__(self):
+        self._handle: Any = None
+
+    def write(self, text: str) -> None:
+        from IPython.display import display
+
+        if not text.startswith("\r"):  # tqdm moves the cursor of a terminal, for example to the next line at the end
+            return
+        line = text.strip()
+        # JupyterLab gives an empty text a line of its own, but not an empty HTML element.
+        bundle = {"text/html": f'<pre style="margin:0">{html.escape(line)}</pre>' if line else "", "text/plain": line}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def flush(self) -> None:
+        """Do nothing, because `write` shows each line immediately."""
 
 
 def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:

@@ -22,10 +22,12 @@ def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_argumen
     assert command[0] == sys.executable and "--ip=127.0.0.1" in command and f"--ServerApp.root_dir={tmp_path}" in command
     assert {"--LabApp.news_url=None", "--LabApp.extension_manager=readonly"} <= set(command), "nothing opens a connection"
     assert not any("token" in argument for argument in command)
+    assert "--log-level=WARN" in command, "its log repeats the address without the token"
 
 
 def test_the_lines_tell_the_address_and_the_way_from_elsewhere():
-    here, elsewhere = cli.lab_lines(9001, "secret")
+    here, elsewhere, stop = cli.lab_lines(9001, "secret")
+    assert "Ctrl-C" in stop
     assert "http://127.0.0.1:9001/lab/tree/lab?token=secret" in here
     assert "ssh -N -L 9001:127.0.0.1:9001" in elsewhere and socket.gethostname() in elsewhere
 

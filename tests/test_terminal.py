@@ -4,9 +4,9 @@ import io
 import os
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.table import Table
@@ -16,7 +16,7 @@ from hyperion.commands.console import PlainTextConsole
 from hyperion.commands.distributed_command import main as train
 from hyperion.doctor.report import Item
 from hyperion.errors import HyperionError
-from hyperion.terminal import run_command, say
+from hyperion.terminal import progress_bar, run_command, say
 from tests.reproduce.small_book import recording, write_notebook
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -202,18 +202,44 @@ def test_errors_are_printed_with_control_characters_escaped(capsys, error, code)
     assert "\\x1b" in shown and "\x1b" not in shown
 
 
-@pytest.mark.process
-def test_a_progress_bar_in_a_kernel_without_widgets_is_text_and_warns_of_nothing():
-    kernel = """
-        import sys, IPython, ipykernel.zmqshell
-        sys.modules["ipywidgets"] = None
-        class Kernel:
-            config = {"IPKernelApp": {}}
-        IPython.get_ipython = Kernel
-        from hyperion.terminal import progress_bar
-        with progress_bar(desc="gemm", total=2) as bar:
-            bar.update(2)
-    """
-    words = [sys.executable, "-W", "always", "-c", textwrap.dedent(kernel)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=CHECKOUT)
-    assert done.returncode == 0 and "gemm: 100%" in done.stderr and "IProgress" not in done.stderr, done.stderr
+class Output:
+    """An output of a cell, with everything that was shown in it."""
+
+    def __init__(self):
+        self.shown: list[dict] = []
+
+    def display(self, bundle: dict, raw: bool, display_id: bool) -> "Output":
+        assert raw and display_id and not self.shown
+        return self.update(bundle, raw)
+
+    def update(self, bundle: dict, raw: bool) -> "Output":
+        self.shown.append(bundle)
+        return self
+
+
+def test_a_progress_bar_in_a_notebook_is_one_output_that_is_empty_at_the_end(monkeypatch):
+    output = Output()
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr("IPython.display.display", output.display)
+    with progress_bar(desc="gemm", leave=False) as bar:
+        bar.total, bar.n = 2, 1
+        bar.set_postfix_str("a < b")
+    half = output.shown[[bool(bundle["text/plain"]) for bundle in output.shown].index(False) - 1]
+    assert "gemm:  50%|" in half["text/plain"] and "1/2" in half["text/plain"] and "a &lt; b" in half["text/html"]
+    assert output.shown[-1] == {"text/html": "", "text/plain": ""}
+
+
+def test_a_progress_bar_that_stays_shows_its_last_state(monkeypatch):
+    output = Output()
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr("IPython.display.display", output.display)
+    with progress_bar(desc="file", total=2) as bar:
+        bar.update(2)
+    assert "file: 100%|" in output.shown[-1]["text/plain"]
+
+
+def test_outside_a_notebook_a_progress_bar_is_text_on_standard_error(monkeypatch, capsys):
+    monkeypatch.setattr("IPython.get_ipython", SimpleNamespace)  # IPython in a terminal has no kernel
+    with progress_bar(desc="gemm", total=2) as bar:
+        bar.update(2)
+    assert "gemm: 100%" in capsys.readouterr().err

@@ -145,7 +145,8 @@ def banner(text: str) -> None:
 
 
 def show_table(table: pd.DataFrame, caption: str = "") -> None:
-    """Show a table with its caption above it. Columns of numbers are right-aligned."""
+    """Show a table with its caption above it. Columns of numbers are right-aligned, and missing values are shown as "none"."""
+    table = table.astype(object).where(table.notna(), "none")
     title = f"<p><b>{escaped(caption)}</b></p>" if caption else ""
     # Jupyter right-aligns every cell, including text.
     style = (

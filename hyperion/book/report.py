@@ -201,14 +201,16 @@ def comparison_table(material: Material, references: Iterable[Material]) -> pd.D
 
     The table has one line per headline. The columns are the value and its share of the limit in this run; the same two numbers
     and the ratio of the values for every reference machine; and the published MI250X value of the same quantity. A cell is empty
-    if the reference machine has no value for the same model, format and data source.
+    if the reference machine has no value for the same model, format and data source. Empty columns are omitted.
 
     Args:
         material: rows of the run.
         references: rows of the reference runs.
     """
     others = [(m.run.folder.name, {_identity(h): h for h in headlines(m)}) for m in references]
-    return pd.DataFrame([_line(headline, others) for headline in headlines(material)])
+    lines = [_line(headline, others) for headline in headlines(material)]
+    columns = dict.fromkeys(name for line in lines for name in line)
+    return pd.DataFrame([{name: line[name] for name in columns if any(one[name] for one in lines)} for line in lines])
 
 
 def _line(headline: Headline, others: list[tuple[str, dict]]) -> dict[str, str]:

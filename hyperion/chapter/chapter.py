@@ -4,7 +4,11 @@ If the run folder already has rows for the same inputs, the chapter uses these r
 is measured: the rows come from a reference run, which is a stored run of another machine (the reference machine).
 """
 
+import contextlib
 import functools
+import math
+import numbers
+import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -130,7 +134,11 @@ class Chapter:
         Returns:
             The predictions as a table with the columns variant, dtype, params, metric, guess, ceiling, estimate, low, high and
             basis.
+
+        Raises:
+            HyperionError: the guess is not a number. Nothing was stored.
         """
+        guess = _require_guess(guess)
         if self.reference is None:
             digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
         else:
@@ -195,7 +203,8 @@ class Chapter:
         if busy:
             print(
                 f"WARNING: other processes used more than a tenth of the cores while {experiment} was measured. Times in "
-                f"{busy} of its rows are too long. Measure again on an idle machine with RUN=new."
+                f"{busy} of its rows are too long. Measure again on an idle machine in a new run: RUN=new, or output = None in a "
+                "notebook."
             )
         return result
 
@@ -448,6 +457,22 @@ def _run_folder(output: str) -> Path:
     return stored if named and not folder.exists() and (stored / "run.json").is_file() else folder
 
 
+def _require_guess(guess: object) -> float | None:
+    """Return a guess as a float. Check it before it is stored, because a run with an invalid prediction cannot be read again."""
+    if guess is None:
+        return None
+    # bool is a subclass of int, so it would pass the test for numbers.
+    if isinstance(guess, numbers.Real) and not isinstance(guess, bool):
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(value := float(guess)):
+                return value
+    raise HyperionError(
+        f"the guess {guess!r} is not a finite number",
+        where="the first code cell",
+        next_step="set your guess to a number, for example 12.5, and run that cell and this one again",
+    )
+
+
 def open_chapter(
     notebook: str, *, profile: str = "auto", data_source: str = "auto", output: str | None = None, seed: int = 0
 ) -> Chapter:
@@ -466,6 +491,12 @@ def open_chapter(
             writable.
     """
     require_seed(seed)
+    if output is not None and not isinstance(output, str | os.PathLike):
+        raise HyperionError(
+            f"output is {output!r}, which is not a folder",
+            where="the first code cell",
+            next_step='set output to None or to a run, for example output = "20261123-101500-01_hardware_exploration"',
+        )
     device = detect()
     name, _, machine = (default_profile(device.kind) if profile == "auto" else profile).partition(":")
     load_profile(name)

@@ -4,20 +4,72 @@ The reader writes a check or a timer. The exercise applies this function to a co
 purpose, and reports for which objects the function gave the right answer.
 """
 
+import functools
+import inspect
+import linecache
 import numbers
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import Concatenate, ParamSpec, TypeVar
 
 import pandas as pd
 import torch
 
+from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM
 
 Subject = TypeVar("Subject")
+Answer = TypeVar("Answer")
+Rest = ParamSpec("Rest")
+
+
+def explains_errors(
+    judge: Callable[Concatenate[Answer, Rest], pd.DataFrame],
+) -> Callable[Concatenate[Answer, Rest], pd.DataFrame]:
+    """Decorate a function that judges a function of the reader, so that errors are explained to the reader.
+
+    If the reader's function fails, or returns an object of the wrong type, a HyperionError says so instead of a traceback through
+    this library. It quotes the reader's line that failed, and what `judge` documents about its first argument.
+    """
+
+    @functools.wraps(judge)
+    def judge_or_explain(answer: Answer, *args: Rest.args, **kwargs: Rest.kwargs) -> pd.DataFrame:
+        try:
+            return judge(answer, *args, **kwargs)
+        except HyperionError:
+            raise
+        except Exception as error:  # the reader's code may raise any exception
+            name, wanted = _documented_argument(judge)
+            raise HyperionError(
+                f"{name} cannot be judged: {type(error).__name__}: {error}",
+                where=_line_of_reader(answer, error.__traceback__) or name,
+                next_step=f"correct {name} and run the cell again. It must be a {wanted}",
+            ) from error
+
+    return judge_or_explain
+
+
+def _documented_argument(judge: Callable) -> tuple[str, str]:
+    """Return the name and the description of the first argument in the docstring of `judge`."""
+    found = re.search(r"Args:\n\s+(\w+): (.+?)(?=\n\s*\n|\n\s+\w+: |$)", inspect.getdoc(judge) or "", re.DOTALL)
+    assert found is not None, f"the docstring of {judge} does not describe its argument"
+    return found[1], " ".join(found[2].split())
+
+
+def _line_of_reader(answer: object, trace: TracebackType | None) -> str | None:
+    """Return the last line of the reader's function in a traceback, or None if the error was not raised there."""
+    shown = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code is getattr(answer, "__code__", None):
+            shown = f"{code.co_name}: {linecache.getline(code.co_filename, trace.tb_lineno).strip()}"
+        trace = trace.tb_next
+    return shown
 
 
 def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Mapping[str, Subject]) -> pd.DataFrame:
@@ -98,6 +150,7 @@ class ToyDevice:
             self._queue.task_done()
 
 
+@explains_errors
 def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
     """Test the reader's timer on a simulated device: it must wait for the device, warm up, and repeat the measurement.
 
@@ -105,18 +158,18 @@ def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
         my_timer: function that takes a ToyDevice and returns the time in seconds of the work of one `launch()` after warm-up.
 
     Returns:
-        A table with one line per fault: whether the timer avoids the fault, and what was observed.
+        A table with one line per requirement: whether the timer meets it, and what was observed.
     """
     device = ToyDevice()
     seconds = float(my_timer(device))
-    faults = {
+    requirements = {
         # `sleep` and the scheduler are not exact. The bounds distinguish the faults: without waiting, a call takes microseconds;
         # a counted first call dominates the mean.
-        "stops the clock before the work is done": (seconds >= 0.8 * device.work_s, f"{seconds * 1e3:.2f} ms"),
-        "counts the first, slow call": (seconds <= 4 * device.work_s, f"{seconds * 1e3:.2f} ms"),
-        "takes fewer than 10 samples": (device.launches >= 10, f"{device.launches} launches"),
+        "the clock stops after the work is done": (seconds >= 0.8 * device.work_s, f"{seconds * 1e3:.2f} ms"),
+        "the slow first call is not counted": (seconds <= 4 * device.work_s, f"{seconds * 1e3:.2f} ms"),
+        "there are at least 10 samples": (device.launches >= 10, f"{device.launches} launches"),
     }
-    return pd.DataFrame([{"fault": name, "right": bool(free), "seen": seen} for name, (free, seen) in faults.items()])
+    return pd.DataFrame([{"requirement": name, "right": bool(met), "seen": seen} for name, (met, seen) in requirements.items()])
 
 
 class _UnmaskedLM(torch.nn.Module):

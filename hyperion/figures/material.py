@@ -387,8 +387,12 @@ def percent(fraction: float | None, signed: bool = False) -> str:
 def quoted_value(value: float, unit: str) -> str:
     """Format a value with its unit, for use in a sentence. Fractions are shown in percent."""
     if unit == "fraction":
-        # A smaller fraction would be rounded to 0.0 %.
-        return f"{percent(value)} %" if value == 0 or abs(value) >= 5e-4 else f"{value:.1e}"
+        if value == 0 or abs(value) >= 5e-4:
+            return f"{percent(value)} %"
+        # One decimal would round these to 0.0 %. Rounding errors and other tiny fractions are easier to compare as powers of 10.
+        return f"{100 * value:.2g} %" if abs(value) >= 1e-5 else f"{value:.1e}"
+    if unit == "B" and abs(value) >= 1e6:
+        return f"{number(value / 1e6)} MB"
     shown = f"{number(value / 1e6)} M" if abs(value) >= 1e6 else number(value)
     return shown + {"1": "", "perplexity": "", "ratio": " ×"}.get(unit, f" {unit}")
 

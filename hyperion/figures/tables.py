@@ -314,9 +314,12 @@ def text_of(value: Any) -> str:
 
 
 def _numeric(column: pd.Series) -> bool:
-    """Return True if all cells of a column begin like numbers. Empty cells and "none" are ignored."""
+    """Return True if all cells of a column begin like numbers. Empty cells and "none" are ignored.
+
+    A cell with a semicolon is a sentence, such as "54 samples; an interval of this percentile needs 72".
+    """
     cells = [str(cell) for cell in column if str(cell) not in ("", "none")]
-    return bool(cells) and all(cell[0] in "+-0123456789" for cell in cells)
+    return bool(cells) and all(cell[0] in "+-0123456789" and ";" not in cell for cell in cells)
 
 
 def _right(numeric: bool) -> str:
@@ -341,7 +344,8 @@ def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
         unit = unit_mark(metric_named(line["metric"]).unit)
         lines.append(
             {
-                "what": f"{line['metric']}{unit}",
+                # Not "what": many experiments have a param of this name, which has a column of its own.
+                "quantity": f"{line['metric']}{unit}",
                 "your guess": number(guess) or "none",
                 "ceiling": number(ceiling),
                 "prediction": number(estimate) or "none",

@@ -32,15 +32,21 @@ OPTIMIZE = "PYTHONOPTIMIZE"
 # The path of a Unix socket has at most 107 bytes. jupyter_client appends "/kernel-ipc-5" to the path of the folder.
 _LONGEST_FOLDER = 80
 _SILENT_HOSTS = "silent-hosts"
+# Variables that prevent output of other libraries between the results. Values that the user set have precedence.
+_QUIET = {
+    "KINETO_LOG_LEVEL": "6",  # the profiler prints its start and stop to standard error; 6 is above all its log levels
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers shows a bar for every model that is loaded or saved
+}
 
 
 def library_environment() -> dict[str, str]:
     """Return the environment variables for processes that use this library.
 
     They are the variables of this process with these changes: this checkout is importable, the user's site-packages are not used,
-    assertions are enabled, and Python's UTF-8 mode is on, so that files and output are UTF-8 in every locale.
+    assertions are enabled, Python's UTF-8 mode is on, so that files and output are UTF-8 in every locale, and PyTorch's profiler
+    and transformers print no progress, unless the user has set their variables.
     """
-    return with_assertions(child_environment() | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
+    return with_assertions(_QUIET | child_environment() | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
 
 
 def with_assertions(environment: dict[str, str]) -> dict[str, str]:
@@ -163,14 +169,12 @@ def _session(process: psutil.Process) -> int:
 def _specification(scratch: Path, environment: dict[str, str]) -> dict:
     ours = library_environment()
     own = {
-        **{name: ours[name] for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONUTF8")},
+        **{name: ours[name] for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONUTF8", *_QUIET)},
         # IPython must not use startup files or locks in a home folder that several nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
         SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        # The profiler prints lines about its start and stop, which would disturb the progress bar. 6 is above all its log levels.
-        "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6"),
         **_node_local_caches(scratch),
         **environment,
     }

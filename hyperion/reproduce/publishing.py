@@ -159,12 +159,17 @@ def portable_copy(document: Any, replacements: dict[str, str]) -> Any:
     copy.metadata.pop("widgets", None)
     for cell in copy.cells:
         if cell.cell_type == "code":
-            # Progress bars are widgets, which a page without a running kernel cannot show.
-            cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
+            # Progress bars of other libraries are widgets, which a page without a running kernel cannot show. A finished bar of
+            # this library is an empty output.
+            cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {}) and not _is_empty(output)]
             # Without ipywidgets, a bar is text. As on a terminal, only what follows the last carriage return of a line is kept.
             CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)
             cell.outputs = [output for output in cell.outputs if output.output_type != "stream" or output.text.strip()]
     return copy
+
+
+def _is_empty(output: Any) -> bool:
+    return output.output_type == "display_data" and not any(output.data.values())
 
 
 @functools.cache

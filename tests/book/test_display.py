@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from hyperion.book import display
-from hyperion.book.display import answered_guess, compared_steps, fill, pick, show_predictions, verdict
+from hyperion.book.display import answered_guess, compared_steps, fill, pick, show_predictions, show_table, verdict
 from hyperion.errors import HyperionError
 from hyperion.results import Prediction, Row
 
@@ -39,6 +39,12 @@ def predicted(**columns) -> Prediction:
     row = {"notebook": "n", "experiment": "e", "variant": "copy", "dtype": "fp32", "params": {"m": 1}, "metric": "bandwidth_gb_s"}
     stored = {"guess": 100.0, "estimate": 240.0, "basis": "", "input_hash": "new", "made_at": "2026-01-01T00:00:00.000+00:00"}
     return Prediction(**row | stored | columns)
+
+
+def test_a_missing_value_of_a_table_is_none_and_whole_numbers_stay_whole(shown):
+    show_table(pd.DataFrame({"n": [1, 2], "p95 / ms": ["2.4", float("nan")]}))
+    (table,) = (bundle["text/html"] for bundle in shown)
+    assert '<td class="number">none</td>' in table and "nan" not in table and ">1</td>" in table
 
 
 def test_no_prediction_is_a_sentence_and_no_empty_table(capsys):

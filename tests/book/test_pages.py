@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
+from hyperion.book import report
 from hyperion.book.export import export_run, reference_readme
 from hyperion.book.outline import banner, headlines, picture, sections
 from hyperion.book.plots import all_plots, draw, results_folder
@@ -261,6 +262,13 @@ def test_other_data_are_another_quantity(material, tmp_path):
     told = {label.partition(", ")[2]: label for label in table.index}
     assert table.loc[told["perplexity per token, valid split"], "invented"] == ""
     assert table.loc["matrix product, bf16, cold caches", "invented"] != ""
+
+
+def test_machines_without_any_of_the_values_have_no_empty_columns(material, tmp_path, monkeypatch):
+    other, nothing = (Material(Run.open(shutil.copytree(material.run.folder, tmp_path / name))) for name in ("other", "nothing"))
+    monkeypatch.setattr(report, "headlines", lambda asked: [] if asked is nothing else headlines(asked))
+    columns = comparison_table(material, [other, nothing]).columns
+    assert "other" in columns and not any("nothing" in column for column in columns)
 
 
 def test_a_run_is_not_its_own_reference(material, tmp_path):

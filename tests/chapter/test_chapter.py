@@ -353,6 +353,20 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("guess", ["ten", True, [3], float("nan"), 10**400])
+def test_a_guess_that_is_no_number_is_refused_and_the_run_stays_usable(tmp_path, guess):
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path))
+    with pytest.raises(HyperionError, match="the guess .* is not a finite number"):
+        chapter.predict("leakage", guess=guess)
+    again = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path))
+    assert list(again.predict("leakage", guess=np.float32(4))["guess"]) == [4.0]
+
+
+def test_an_output_that_is_no_folder_is_refused():
+    with pytest.raises(HyperionError, match="output is 5"):
+        open_chapter(NOTEBOOK, profile="smoke", output=5)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_guess_after_the_measurement_is_told_that_it_came_too_late(run_folder, tmp_path, capsys):
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
     assert chapter.predict("leakage")["guess"].isna().all()

@@ -1,6 +1,10 @@
 """Each exercise: the cell as given fails it, a right answer passes, and no shortcut does."""
 
+import contextlib
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import time
 from pathlib import Path
@@ -9,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from hyperion import experiments
 from hyperion.chapter.exercises import Question, judge_leak_check, judge_timer
+from hyperion.errors import HyperionError
 from tests.exercise_scores import solved
 
 
@@ -41,9 +47,39 @@ def test_timer_that_waits_but_counts_the_first_call_is_caught():
         device.synchronize()
         return time.perf_counter() - start
 
-    faults = judge_timer(cold).set_index("fault")["right"]
-    assert faults["stops the clock before the work is done"]
-    assert not faults["counts the first, slow call"]
+    met = judge_timer(cold).set_index("requirement")["right"]
+    assert met["the clock stops after the work is done"]
+    assert not met["the slow first call is not counted"]
+
+
+def test_a_function_that_fails_is_explained_with_its_line_and_what_is_wanted():
+    def my_timer(device):
+        return device.wait()
+
+    with pytest.raises(HyperionError, match="my_timer cannot be judged: AttributeError: .*'wait'") as caught:
+        judge_timer(my_timer)
+    assert caught.value.where == "my_timer: return device.wait()"
+    assert "It must be a function that takes a ToyDevice and returns the time in seconds" in caught.value.next_step
+
+
+@pytest.mark.parametrize("answer", [lambda device: None, lambda device: "5 ms", lambda: 1, 3])
+def test_an_answer_of_the_wrong_type_gets_no_traceback_through_the_library(answer):
+    with pytest.raises(HyperionError, match="my_timer cannot be judged: (Type|Value)Error"):
+        judge_timer(answer)
+
+
+def test_every_judge_explains_errors_of_the_readers_function():
+    names = [f"hyperion.experiments.{module.name}.exercises" for module in pkgutil.iter_modules(experiments.__path__)]
+    modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    judges = [judge for module in modules for name, judge in vars(module).items() if name.startswith("judge_")]
+    assert len(judges) >= 20
+    for judge in judges:
+        wanted = list(inspect.signature(judge).parameters.values())
+        if any(parameter.default is parameter.empty for parameter in wanted[1:]):
+            continue  # it needs more than the reader's function
+        with contextlib.suppress(HyperionError):  # most checks count an exception as a wrong answer instead
+            table = judge(lambda: None)
+            assert not table["right"].all()
 
 
 def test_leak_check_as_given_passes_leaking_models_and_perturbation_catches_them():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hyperion.data.store import sources
 from tests.data.cifar10_files import LABELS_SHA256, numbered_pictures, write_layout
 
 
@@ -19,6 +20,7 @@ def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> 
     monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HF_ENDPOINT", refused)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    sources._print_framed.cache_clear()  # each source is printed once in a process
     return tmp_path / "data"
 
 

@@ -47,4 +47,6 @@ def test_bytes_are_written_in_binary_units(count, text):
 
 
 def test_a_fraction_too_small_for_percent_keeps_its_digits():
-    assert [quoted_value(value, "fraction") for value in (0.0, 0.25, 1.2e-6)] == ["0.0 %", "25.0 %", "1.2e-06"]
+    fractions = (0.0, 0.25, 3.6e-4, 1.2e-6)
+    assert [quoted_value(value, "fraction") for value in fractions] == ["0.0 %", "25.0 %", "0.036 %", "1.2e-06"]
+    assert [quoted_value(value, "B") for value in (229_440, 1_338_368)] == ["229,440 B", "1.338 MB"]

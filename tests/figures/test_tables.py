@@ -136,10 +136,22 @@ def written(estimates, guess=None, ceiling=None):
     )
 
 
+def test_a_column_has_one_meaning_even_if_an_experiment_has_a_param_named_what():
+    predictions = written([("fp32", 1024, 0.1)], guess=None)
+    predictions["params"] = [{"what": "padding"}]
+    columns = list(prediction_table(predictions).columns)
+    assert {"what", "quantity"} <= set(columns) and len(columns) == len(set(columns))
+
+
+def test_a_reason_that_begins_with_a_number_is_text():
+    table = pd.DataFrame({"n": ["3"], "why there is none": ["54 samples; an interval of this percentile needs 72"]})
+    assert html(table).count('class="number"') == 2  # the header and the cell of n
+
+
 def test_sizes_guess_and_estimate_stand_in_columns_of_their_own():
     table = prediction_table(written([("fp32", 1024, 0.166153), ("fp16", 1024, None), ("fp32", 512, 0.1)], guess=0.2))
     assert table["M, N, K"].tolist() == ["1024", "512"] and table["dtype"].tolist() == ["fp32", "fp32"]
-    assert table["what"].tolist() == ["gemm_tflops [TFLOPS]"] * 2
+    assert table["quantity"].tolist() == ["gemm_tflops [TFLOPS]"] * 2
     assert table["your guess"].tolist() == ["0.2000", "none"] and table["prediction"].tolist() == ["0.1662", "0.1000"]
     assert table["80 % interval"].tolist() == ["0.08308 to 0.3323", "0.05000 to 0.2000"] and "ceiling" not in table
 

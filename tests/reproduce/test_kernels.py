@@ -30,6 +30,13 @@ def test_a_users_own_level_of_the_profilers_log_stays(tmp_path, monkeypatch):
     assert manager.kernel_spec.env["KINETO_LOG_LEVEL"] == "1"
 
 
+def test_other_libraries_print_no_progress_in_jupyterlab_unless_the_user_wants_it(monkeypatch):
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")
+    environment = library_environment()  # `hyperion lab` starts JupyterLab, and so its kernels, with this environment
+    assert environment["KINETO_LOG_LEVEL"] == "6" and environment["HF_HUB_DISABLE_PROGRESS_BARS"] == "0"
+
+
 def test_the_environment_is_inherited_whole_with_this_checkout_first(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/overlay")
     monkeypatch.setenv("ANYTHING", "kept")

@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def executed():
     text = 'File "/home/me/hyperion/hyperion/x.py", line 3\n/tmp/ipykernel_12/345.py:3: UserWarning'
     bar = {"application/vnd.jupyter.widget-view+json": {"model_id": "a"}, "text/plain": "50%"}
-    outputs = [new_output("stream", text=text), new_output("display_data", data=bar)]
+    finished = {"text/html": "", "text/plain": ""}  # this library's bar, when its experiment has ended
+    outputs = [new_output("stream", text=text), *(new_output("display_data", data=data) for data in (bar, finished))]
     document = new_notebook(cells=[new_markdown_cell("$a$"), new_code_cell("1", outputs=outputs)])
     document.metadata.papermill = {"input_path": "/home/me/in.ipynb", "output_path": "/x", "duration": 1.5}
     document.metadata.widgets = {"state": {}}
@@ -44,7 +45,8 @@ def test_the_kept_copy_names_no_machine_and_keeps_what_was_printed():
     copy = portable_copy(executed(), {"/home/me/hyperion": ".", "/home/me": "~"})
     text = nbformat.writes(copy)
     assert "/home" not in text and "ipykernel_" not in text and "widget" not in text
-    assert 'File "./hyperion/x.py", line 3' in copy.cells[1].outputs[0].text
+    (printed,) = copy.cells[1].outputs
+    assert 'File "./hyperion/x.py", line 3' in printed.text
     assert copy.metadata.papermill == {"duration": 1.5}
     require_no_machine_paths("copy.ipynb", text.encode())
 

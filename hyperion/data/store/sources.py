@@ -5,9 +5,11 @@ hang, because the host is tested first and a stalled download has a time limit. 
 """
 
 import errno
+import functools
 import hashlib
 import http.client
 import os
+import textwrap
 import threading
 import time
 import urllib.error
@@ -39,6 +41,7 @@ COPY_LIMIT_BYTES = (
 )  # largest file copied from the mirror; an unpacked batch file of CIFAR-10 has 31 MB, the archive 170 MB
 PROBE_MEMORY_S = 60.0
 CHUNK_BYTES = 1 << 20
+_FRAME_WIDTH = 100
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 NETWORK_FAULTS = (OSError, http.client.HTTPException)  # urllib's errors, timeouts and TLS errors are subclasses of OSError
 
@@ -169,12 +172,20 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
 
 
 def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
-    rule = "=" * 100
     checksums = result.checksums
     publisher = "" if checksums is None else ", official" if checksums.official else ", NOT OFFICIAL"
-    lines = [rule, f"  DATA  {name}: source = {result.source.upper()}{publisher}, {result.name} ({result.detail})"]
+    lines = [f"  DATA  {name}: source = {result.source.upper()}{publisher}, {result.name} ({result.detail})"]
     lines += [f"        not {source}: {reason}" for source, reason in refused.items()]
-    print("\n".join([*lines, rule]), flush=True)
+    _print_framed(tuple(lines))
+
+
+@functools.cache
+def _print_framed(lines: tuple[str, ...]) -> None:
+    """Print lines in a frame, once in each process: most experiments of a chapter read the same data."""
+    rule = "=" * _FRAME_WIDTH
+    # JupyterLab breaks longer lines, also within words.
+    fit = textwrap.TextWrapper(_FRAME_WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False, break_long_words=False)
+    print("\n".join([rule, *map(fit.fill, lines), rule]), flush=True)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def judge_loop_check(my_check: Callable[[Loop], bool]) -> pd.DataFrame:
         my_check: function that takes a Loop and returns True if each of its four methods does what its docstring says.
     """
     mutants = {
-        "targets are not shifted, so the model only has to copy": _Unshifted(),
+        "targets not shifted: the model only has to copy": _Unshifted(),
         "accumulation averages the means of the parts": _MeanOfMeans(),
         "evaluation in training mode": _TrainMode(),
         "the epoch is chosen by the test set": _ChosenByTest(),

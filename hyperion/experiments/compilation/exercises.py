@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pandas as pd
 import torch
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 from hyperion.measure.steps.compilation import count_graph_breaks
 
 CALLS_UNTIL_IT_PAYS = Question(20 / (2.547e-3 - 1.512e-3), "seconds of compiling, divided by the seconds that each call saves")
@@ -52,6 +52,7 @@ class ToyMemory:
         self.peak = max(self.peak, self.allocated)
 
 
+@explains_errors
 def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFrame:
     """Test a function that measures the peak memory of a call.
 
@@ -78,6 +79,7 @@ def judge_memory_probe(my_probe: Callable[[ToyMemory, str], float]) -> pd.DataFr
     return pd.DataFrame(lines)
 
 
+@explains_errors
 def judge_without_breaks(my_function: Callable[[torch.Tensor], torch.Tensor]) -> pd.DataFrame:
     """Test a function that must be captured in one graph and still return the correct results.
 

@@ -11,7 +11,8 @@ import importlib.util
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -166,11 +167,20 @@ def export_onnx(model: nn.Module, example: Tensor, path: Path) -> None:
     cpu_model, cpu_example = model.to("cpu"), example.to("cpu")
     try:
         program = exported(cpu_model, cpu_example)
-        torch.onnx.export(
-            program, (), str(path), dynamo=True, external_data=False, input_names=["x"], output_names=["y"], verbose=False
-        )
+        with _without_warnings_of_copies():
+            torch.onnx.export(
+                program, (), str(path), dynamo=True, external_data=False, input_names=["x"], output_names=["y"], verbose=False
+            )
     finally:
         model.to(example.device)
+
+
+@contextlib.contextmanager
+def _without_warnings_of_copies() -> Iterator[None]:
+    """Ignore a FutureWarning that PyTorch causes itself, for a class that it still uses, when it copies an exported graph."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)
+        yield
 
 
 def _recorded_loops(device: torch.device) -> Any:
@@ -188,7 +198,7 @@ def _recorded_loops(device: torch.device) -> Any:
 def build_package(model: nn.Module, example: Tensor, path: Path) -> float:
     """Compile a model ahead of time with AOTInductor into a package file, and return the time in seconds."""
     began = time.perf_counter()
-    with _recorded_loops(example.device):
+    with _recorded_loops(example.device), _without_warnings_of_copies():
         torch._inductor.aoti_compile_and_package(exported(model, example), package_path=str(path))
     return time.perf_counter() - began
 

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 from hyperion.experiments.inference.percentiles import samples_needed
 from hyperion.experiments.inference.quantized_linears import pack_int4
 
@@ -37,7 +37,7 @@ def judge_parity(my_check: Callable[[Tensor, Tensor], bool]) -> pd.DataFrame:
         "the same logits": (logits, logits.clone(), True),
         "float32 rounding": (logits, logits * (1 + 1e-6), True),
         "one logit is off by 0.1": (logits, off, False),
-        "the batch is fixed at 1, and all examples are equal": (one.expand(4, 10), one, False),
+        "a batch fixed at 1: all examples are equal": (one.expand(4, 10), one, False),
         "the last class is cut off": (logits, logits[:, :9], False),
         "only NaN": (logits, nan, False),
     }
@@ -51,6 +51,7 @@ def judge_parity(my_check: Callable[[Tensor, Tensor], bool]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+@explains_errors
 def judge_percentile(my_p99: Callable[[Sequence[float], Sequence[bool]], float]) -> pd.DataFrame:
     """Test a function that computes the 99th percentile of request latencies if some requests failed.
 
@@ -87,6 +88,7 @@ DECODE_MS = Question(
 )
 
 
+@explains_errors
 def judge_packing(my_unpack: Callable[[Tensor], Tensor]) -> pd.DataFrame:
     """Test a function that unpacks 4-bit integers. The first value of each pair is in the upper four bits of a byte.
 
@@ -111,6 +113,7 @@ def judge_packing(my_unpack: Callable[[Tensor], Tensor]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+@explains_errors
 def judge_int8(my_quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> pd.DataFrame:
     """Test a function that quantises a weight to int8 with one scale for each output.
 

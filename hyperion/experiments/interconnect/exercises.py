@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 
 GB_ON_THE_RING = Question(2 * 7 / 8 * 124e6 * 2 / 1e9, "2 (n - 1) / n times the bytes of the gradient")
 
@@ -25,6 +25,7 @@ def timed_calls(ranks: int, calls: int = 40) -> np.ndarray:
     return _CALL_S * random.normal(1, 0.01, (calls, 1)) + random.uniform(0, 5e-6, (calls, ranks))
 
 
+@explains_errors
 def judge_busbw(my_busbw: Callable[[np.ndarray, int], float]) -> pd.DataFrame:
     """Test a function that computes the bus bandwidth of an all-reduce from the times of each rank.
 
@@ -52,6 +53,7 @@ def _busbw_line(case: str, answer: float, ranks: int) -> dict:
     return {"measured": case, "right": abs(answer / true - 1) < 0.02, "your GB/s": f"{answer:.1f}", "true": f"{true:.1f}"}
 
 
+@explains_errors
 def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
     """Test the inputs of a verification: they must reveal every fault of an all-reduce in bf16.
 

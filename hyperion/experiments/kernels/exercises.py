@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 from hyperion.errors import HyperionError
 from hyperion.kernels.operations import attention_reference
 
@@ -16,11 +16,15 @@ SCORES_GIB = Question(16 * 16384**2 * 2 / 2**30, "heads times positions squared 
 _LEFT_OVER = 777.0  # value of the memory outside the matrices
 
 
+@explains_errors
 def judge_softmax(my_softmax: Callable[[Tensor], Tensor]) -> pd.DataFrame:
     """Test a softmax over the rows of a float32 matrix.
 
     Returns:
         A table with one line for each kind of input: the largest error, and whether it is small enough.
+
+    Args:
+        my_softmax: function that takes a matrix and returns the softmax of each of its rows.
     """
     torch.manual_seed(0)
     small = torch.randn(3, 50)
@@ -90,6 +94,7 @@ class ToyPointer:
 Block = Callable[[ToyPointer, ToyPointer, ToyPointer, int, int, int, int, int, int], None]
 
 
+@explains_errors
 def judge_product(my_block: Block) -> pd.DataFrame:
     """Test a kernel that computes one block of a matrix product C = A·B, for shapes that are not multiples of the block size.
 
@@ -118,6 +123,7 @@ def judge_product(my_block: Block) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+@explains_errors
 def judge_mask(my_visible: Callable[[Tensor, Tensor], Tensor]) -> pd.DataFrame:
     """Test the mask of causal attention.
 

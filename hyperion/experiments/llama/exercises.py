@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.exercises import Question, mutation_score
+from hyperion.chapter.exercises import Question, explains_errors, mutation_score
 from hyperion.data.packing import IGNORE_INDEX
 
 PARAMETERS_OF_LORA = Question(16_777_216, "r (d_in + d_out) for each of four projections, 32 times", tolerance=1e-6)
@@ -19,6 +19,7 @@ END, LENGTH, ROWS = 99, 12, 32_000
 _PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]
 
 
+@explains_errors
 def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tuple]) -> pd.DataFrame:
     """Test a function that computes the inputs and targets of one fine-tuning row from a prompt and its completion.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 from hyperion.hardware import detect_cpu
 from hyperion.measure import TensorMemory
 from hyperion.training import largest_batch
@@ -31,6 +31,7 @@ def judge_largest_batch(answer: int | None, peak_gib: Callable[[int], float], me
     return Question(expected, hint, tolerance=0.0).judge(answer)
 
 
+@explains_errors
 def judge_saving(my_saving: Saving) -> pd.DataFrame:
     """Test a measurement of the memory that activation checkpointing saves.
 

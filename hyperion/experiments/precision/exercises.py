@@ -6,7 +6,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 
 SMALLEST_GRADIENT = Question(2**-24 / 8192, "each skipped step halves the scale, and the smallest number of fp16 is 2**-24")
 GB_OF_ADAMW = Question(7e9 * (4 + 8 + 4) / 1e9, "weights, two moments and gradients: four numbers of 4 bytes each")
@@ -16,6 +16,7 @@ CLIP_NORM = 1.0
 _OVERFLOWS = 1e35  # a gradient of this size times the initial scale of 65536 overflows float32
 
 
+@explains_errors
 def judge_scaled_step(my_step: Step) -> pd.DataFrame:
     """Test a training step with a loss scale. Its gradients are chosen so that the correct update is known.
 

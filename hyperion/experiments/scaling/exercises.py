@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 
 MILLISECONDS_OF_ALL_REDUCE = Question(
     1e3 * 2 * 3 / 4 * 4 * 124e6 / 300e9, "2 (N - 1) / N times the bytes of the gradients, over the bandwidth"
@@ -19,6 +19,7 @@ _CASES = (
 )
 
 
+@explains_errors
 def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
     """Test a function that computes scaling efficiency. The results of the test cases are known.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from hyperion.chapter.exercises import Question
+from hyperion.chapter.exercises import Question, explains_errors
 
 # 2 (keys and values) x 32 layers x 8 heads x 128 features x 2 bytes = 128 KiB per token, times 32 x 2,048 tokens.
 CACHE_GIB = Question(
@@ -13,6 +13,7 @@ CACHE_GIB = Question(
 )
 
 
+@explains_errors
 def judge_percentile(my_percentile: Callable[[Sequence[float | None], float], float | None]) -> pd.DataFrame:
     """Test a function that computes a percentile of latencies.
 
@@ -62,6 +63,7 @@ def stalled_server(stall_s: float = 5.0, service_s: float = 0.01, gap_s: float =
     return times
 
 
+@explains_errors
 def judge_latency(my_latency: Callable[[float, float, float], float]) -> pd.DataFrame:
     """Test a function that computes the latency of a request in an open loop.
 
@@ -81,6 +83,7 @@ def judge_latency(my_latency: Callable[[float, float, float], float]) -> pd.Data
     return pd.DataFrame(lines)
 
 
+@explains_errors
 def judge_tpot(my_tpot: Callable[[float, float, int], float | None]) -> pd.DataFrame:
     """Test a function that computes the time per output token after the first.
 

@@ -143,7 +143,7 @@ def test_a_download_with_the_wrong_md5_is_not_used(serve, tmp_path, capsys, data
     write_layout(tmp_path / "served", "cifar-10-python.tar.gz", small_batches())
     url = serve(tmp_path / "served") + "/cifar-10-python.tar.gz"
     assert load_cifar10(synthetic_counts=FEW, url=url).source == "synthetic"
-    banner = capsys.readouterr().out
+    banner = " ".join(capsys.readouterr().out.split())
     assert "expected c58f30108f718f92721af3b95e74349a; moved to quarantine/" in banner
     assert [path.name for path in (data_home / "raw").iterdir()] == ["quarantine"]
 

@@ -45,6 +45,15 @@ def test_auto_takes_the_first_that_has_it_and_says_why_not_the_others(capsys):
         assert part in banner
 
 
+def test_a_source_is_printed_once_in_a_frame_that_is_as_wide_as_its_lines(capsys):
+    checks = "; ".join(["counts and labels verified"] * 6)
+    for detail in (checks, checks, "others"):
+        take("words", "cache", {"cache": lambda detail=detail: Thing("cache", detail=detail)})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("=" * 100) == 4 and max(map(len, lines)) == 100
+    assert "".join(lines).count("labels verified") == 6 and lines[2].startswith(" " * 8)
+
+
 def test_auto_ends_at_synthetic_where_that_is_allowed(capsys):
     suppliers = dict.fromkeys(("mirror", "cache", "download"), _lacks("nothing")) | {"synthetic": _has("synthetic")}
     assert take("words", "auto", suppliers).source == "synthetic"

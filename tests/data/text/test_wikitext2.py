@@ -84,7 +84,7 @@ def test_damage_is_named_and_stops_auto(damaged):
 def test_a_mirror_without_it_is_passed_over_aloud(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path))
     assert load_wikitext2(synthetic_lines=SMALL).source == "synthetic"
-    banner = capsys.readouterr().out
+    banner = " ".join(capsys.readouterr().out.split())
     for part in ("SYNTHETIC, synthetic-echo", "the mirror has no wikitext-2/", "the cache has no", "refused"):
         assert part in banner
 
