@@ -251,6 +251,18 @@ def test_memory_of_a_training_step_knows_its_optimizer_state():
 # FLOPs
 
 
+def test_a_multiply_add_of_complex_numbers_is_eight_flops():
+    x = torch.randn(4, 8, dtype=torch.complex64)
+    assert measure.flops(lambda: x @ x.T).total == 8 * 4 * 8 * 4
+
+
+def test_flops_of_sparse_products_are_not_those_of_dense_ones():
+    x = torch.randn(8, 8)
+    for sparse in (torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr()):
+        answer = measure.flops(lambda sparse=sparse: (x @ x, sparse @ x))
+        assert answer.total == 2 * 8**3 and "a lower bound: no formula for aten::mm of sparse tensors (1×)" in str(answer)
+
+
 def test_flops_of_a_hand_example_by_operator_and_module():
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
     x = torch.randn(3, 8)
@@ -299,7 +311,7 @@ def test_a_compiled_function_is_counted_uncompiled():
     compiled()
     before = len(compiled_calls)
     answer = measure.flops(compiled)
-    assert answer.total == 2 * 16**3 and "1 element-wise operator count" in str(answer)
+    assert answer.total == 2 * 16**3 and "1 element-wise operator counts" in str(answer)
     assert measure.memory(compiled, device="cpu").added_bytes == 2 * 4 * 16 * 16
     assert before >= 1 and len(compiled_calls) == before + 1, "its warm-up only is compiled"
     compiled()
