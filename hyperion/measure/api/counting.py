@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from hyperion.hardware import Device
 from hyperion.measure.api.answers import Answer, bytes_text, flops_text
-from hyperion.measure.memory_use.tensor_memory import TensorMemory, storage_key
+from hyperion.measure.memory_use.tensor_memory import TensorMemory, parts_of, storage_key
 from hyperion.measure.products.dispatch import is_view
 from hyperion.results import Row
 from hyperion.units import GIB
@@ -335,7 +335,7 @@ class _ExistingTensors(TorchDispatchMode):
 
     def _new(self, nest) -> list[torch.Tensor]:
         leaves = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.device.type == self._type]
-        return [leaf for leaf in leaves if not self._known(leaf)]
+        return [part for leaf in leaves for part in parts_of(leaf) if not self._known(part)]
 
     def _known(self, tensor: torch.Tensor) -> bool:
         # A new storage can have the key of a storage that was freed.

@@ -232,6 +232,17 @@ def test_memory_counts_what_was_there_once_and_what_is_let_go_not_at_all():
     assert in_place.added_bytes == 0 and in_place.before_bytes == 4 * 64 * 64
 
 
+@pytest.mark.filterwarnings("ignore:Sparse C")
+def test_memory_of_sparse_tensors_is_that_of_their_indices_and_values():
+    ends, places, values = torch.arange(65), torch.arange(64), torch.ones(64)
+    coordinates = torch.sparse_coo_tensor(torch.stack([places, places]), values, check_invariants=False)
+    rows = torch.sparse_csr_tensor(ends, places, values, check_invariants=False)
+    columns = torch.sparse_csc_tensor(ends, places, values, check_invariants=False)
+    for sparse, indices in ((coordinates, 2 * 64), (rows, 64 + 65), (columns, 64 + 65)):
+        answer = measure.memory(sparse.clone, device="cpu")
+        assert (answer.before_bytes, answer.added_bytes) == (indices * 8 + 64 * 4, indices * 8 + 64 * 4)
+
+
 def test_memory_of_a_training_step_knows_its_optimizer_state():
     model = nn.Linear(64, 32, bias=False)
     optimizer, x = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(16, 64)
