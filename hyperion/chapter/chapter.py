@@ -19,7 +19,7 @@ from hyperion.chapter.subjects import experiment_named, module_of, subjects
 from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import json_hash, reached_source_hash
-from hyperion.errors import HyperionError, not_none, require_seed
+from hyperion.errors import HyperionError, not_none, require_number, require_seed
 from hyperion.hardware import detect, fingerprint, torch_build
 from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
@@ -130,7 +130,13 @@ class Chapter:
         Returns:
             The predictions as a table with the columns variant, dtype, params, metric, guess, ceiling, estimate, low, high and
             basis.
+
+        Raises:
+            HyperionError: the guess is not a finite number, or the forecast of the experiment cannot be stored.
         """
+        if guess is not None:
+            require_number("guess", guess, f"the prediction of {experiment}")
+            guess = float(guess)
         if self.reference is None:
             digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
         else:

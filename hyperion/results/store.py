@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperion.errors import HyperionError
-from hyperion.forms import read_form
+from hyperion.forms import FieldError, read_form
 from hyperion.paths import reference_folder, results_folder
 from hyperion.results.execution import KEPT, MEASURED, note_experiment
 from hyperion.results.files import (
@@ -407,7 +407,13 @@ class Run:
 
         First, a missing guess is added if the experiment is not finished. Second, the estimates of a configuration are replaced
         if the rows from which they were computed have changed. The reader's guess is kept.
+
+        Raises:
+            StoreError: a field of a prediction has the wrong type, or a number is not finite. Nothing is stored in this case.
         """
+        predictions = list(predictions)
+        for prediction in predictions:
+            _require_readable(prediction)
         with locked(self.folder, WRITER_LOCK, create=True):
             written = before = self.predictions()
             experiments = self.experiments()
@@ -684,6 +690,18 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
 def utc_now() -> str:
     """Return the current UTC time in ISO 8601 with milliseconds. Such strings sort by time."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _require_readable(prediction: Prediction) -> None:
+    # `Run.predictions` reads all predictions of a run, so a single one that it refuses would make the whole run unreadable.
+    try:
+        read_form(Prediction, asdict(prediction), "prediction")
+    except FieldError as error:
+        raise StoreError(
+            error.what,
+            where=f"{prediction.notebook} / {prediction.experiment} / {prediction.variant} / {prediction.metric}",
+            next_step="correct the forecast of this experiment",
+        ) from error
 
 
 def predictions_digest(predictions: Iterable[Prediction]) -> str:

@@ -71,6 +71,15 @@ def test_a_guess_made_after_the_fact_changes_nothing_and_says_so(run_folder, cap
     assert "too late" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("guess", ["5", "5 TFLOPS", True, math.nan, [5]])
+def test_a_guess_that_is_not_a_number_is_refused_and_the_run_stays_readable(tmp_path, guess):
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    with pytest.raises(HyperionError, match="guess is .*, which is not a finite number") as refusal:
+        chapter.predict("leakage", guess=guess)
+    assert "leakage" in str(refusal.value) and Run.open(tmp_path / "run").predictions() == []
+    assert list(chapter.predict("leakage", guess=np.float32(4.0))["guess"]) == [4.0]
+
+
 def test_an_experiment_is_measured_again_if_a_package_that_it_lacked_is_installed(tmp_path, monkeypatch, capsys):
     goes = count_with_errors(monkeypatch, [{}])
     open_again = partial(open_chapter, NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -147,6 +149,24 @@ def test_whatever_is_predicted_can_be_read_back(new_run, estimate, ceiling, low,
     run.predict([prediction(made_at="2026-01-01T00:00:00.000+00:00", params=params, **numbers)])
     (stored,) = run.predictions()
     assert {name: getattr(stored, name) for name in numbers} == numbers and stored.params == params
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"estimate": "2"}, "prediction.estimate must be a valid number, not '2'"),
+        ({"high": math.nan}, "prediction.high must be a finite number, not nan"),
+        ({"guess": True}, "prediction.guess must be a valid number, not True"),
+        ({"variant": 3}, "prediction.variant must be a valid string, not 3"),
+        ({"params": {"n": {1, 2}}}, "{1, 2} is not a text, number, list or table"),
+    ],
+)
+def test_a_prediction_that_could_not_be_read_back_is_refused_and_the_others_stay(new_run, changes, says):
+    run = new_run()
+    run.predict([prediction()])
+    with pytest.raises(StoreError, match=re.escape(says)) as refusal:
+        run.predict([prediction(experiment="other", **changes)])
+    assert "nb / other" in str(refusal.value) and run.predictions() == [prediction()]
 
 
 def test_predictions_after_the_first_sample_are_refused(new_run, samples):
