@@ -337,11 +337,13 @@ class Run:
         Raises:
             RowError: a row breaks the rules of its metric, belongs to another experiment, or occurs twice. Nothing is stored in
                 this case.
+            StoreError: the source is not a text. Nothing is stored in this case either.
         """
         require_file_names(notebook, experiment)
         # Rows are checked before the lock is taken, so that a wrong row stores nothing.
         rows = _checked(notebook, experiment, rows)
         entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
+        _require_readable(_Finished, entry, f"{notebook} / {experiment}", "correct the Result of this experiment")
         # `commit` takes the lock of the folder for each write. This second lock covers both reading the old rows and writing the
         # new ones, so that two writers cannot overwrite each other's rows.
         with locked(self.folder, WRITER_LOCK, create=True):
@@ -412,8 +414,9 @@ class Run:
             StoreError: a field of a prediction has the wrong type, or a number is not finite. Nothing is stored in this case.
         """
         predictions = list(predictions)
-        for prediction in predictions:
-            _require_readable(prediction)
+        for p in predictions:
+            where = f"{p.notebook} / {p.experiment} / {p.variant} / {p.metric}"
+            _require_readable(Prediction, asdict(p), where, "correct the forecast of this experiment")
         with locked(self.folder, WRITER_LOCK, create=True):
             written = before = self.predictions()
             experiments = self.experiments()
@@ -692,16 +695,12 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _require_readable(prediction: Prediction) -> None:
-    # `Run.predictions` reads all predictions of a run, so a single one that it refuses would make the whole run unreadable.
+def _require_readable(form: type, value: dict, where: str, next_step: str) -> None:
+    # Each file of a run is read as a whole, so a single entry that its reader refuses would make the whole run unreadable.
     try:
-        read_form(Prediction, asdict(prediction), "prediction")
+        read_form(form, value, form.__name__.strip("_").lower())
     except FieldError as error:
-        raise StoreError(
-            error.what,
-            where=f"{prediction.notebook} / {prediction.experiment} / {prediction.variant} / {prediction.metric}",
-            next_step="correct the forecast of this experiment",
-        ) from error
+        raise StoreError(error.what, where=where, next_step=next_step) from error
 
 
 def predictions_digest(predictions: Iterable[Prediction]) -> str:
