@@ -161,9 +161,15 @@ class FlopsAnswer(Answer):
         return f"{total}{f': {parts}' if parts else ''}\n{self.verdict}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> Row:
-        """Return the total as a row of the metric `flops`. The row's params list the operators without a formula."""
+        """Return the total as a row of the metric `flops`. The row's params list the operators without a formula.
+
+        The row has no value if nothing could be counted. Its reason is then the verdict.
+        """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        about = {"without_formula": [operator.name for operator in self.uncounted if not operator.pointwise]}
+        without_formula = [operator.name for operator in self.uncounted if not operator.pointwise]
+        about = {"without_formula": without_formula}
+        if not self.total and (without_formula or not self.by_operator and not self.uncounted):
+            return self._row(place, "flops", None, about, value_reason=self.verdict)
         return self._row(place, "flops", float(self.total), about, n=1)
 
     def plot(self) -> "Figure":

@@ -302,6 +302,14 @@ def test_an_operator_of_one_s_own_is_named_first_and_a_zero_is_not_believed():
     assert beside.row(**PLACE).params["without_formula"] == ["hyperion_test::product", "aten::cumsum"]
 
 
+def test_a_row_of_flops_that_nothing_could_count_has_no_value():
+    x = torch.randn(8, 8)
+    for function, reason in ((lambda: x.cumsum(0), "THE NUMBER OF FLOPS IS UNKNOWN"), (lambda: None, "no PyTorch operator")):
+        (row,) = stored(measure.flops(function).row(**PLACE))
+        assert row.value is None and row.value_reason.startswith(reason)
+    assert measure.flops(lambda: x + x).row(**PLACE).value == 0, "an element-wise operator counts as 0"
+
+
 def test_a_plain_product_has_a_formula_for_all_of_it_and_a_view_is_none():
     x = torch.randn(4, 8)
     assert measure.flops(lambda: x @ x.T).verdict == "every operator has a formula"
