@@ -104,9 +104,17 @@ def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
         _drop_output()
         if gone:
             return READER_GONE
-        next_step = "check that this user may read and write this file or folder, and that the disk is not full"
+        may_use = "check that this user may read and write this file or folder, and that the disk is not full"
+        next_step = _WRONG_PATH.get(type(error), may_use)
         _print_error(f"{prefix}: {error}\n  next:  {next_step}")
         return HyperionError.exit_code
+
+
+_WRONG_PATH = {
+    FileNotFoundError: "name a file that exists, or create the folder of a new file first",
+    IsADirectoryError: "name a file instead of this folder",
+    NotADirectoryError: "name a path whose parents are folders",
+}
 
 
 def _print_error(text: str) -> None:

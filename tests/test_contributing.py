@@ -1,5 +1,6 @@
-"""The recipes of CONTRIBUTING.md: the first one gives an experiment that runs, and the others name files that exist."""
+"""The recipes of CONTRIBUTING.md: the first two give experiments that run, and the others name files that exist."""
 
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,8 @@ from tests.reproduce.small_book import write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-RECIPE = TEXT[TEXT.index("## Add an experiment") : TEXT.index("## Add a model size")]
+RECIPE = TEXT[TEXT.index("## Add an experiment") : TEXT.index("## Add a subject of your own")]
+OWN = TEXT[TEXT.index("## Add a subject of your own") : TEXT.index("## Add a model size")]
 # "`path`, before `marker`:" and its code.
 STEP = re.compile(
     r"`([^`\n]+\.(?:py|toml|ipynb))`(?:, (before|after|at the end)(?: `([^`]+)`)?)?[^\n]*:\n\n```\w+\n(.*?)```", re.S
@@ -22,7 +24,7 @@ STEP = re.compile(
 
 
 def test_the_files_that_the_other_recipes_name_exist():
-    names = re.findall(r"`((?:hyperion|tests|docs|results)/[\w/.]+\.\w+)`", TEXT.replace(RECIPE, ""))
+    names = re.findall(r"`((?:hyperion|tests|docs|results)/[\w/.]+\.\w+)`", TEXT.replace(RECIPE, "").replace(OWN, ""))
     assert len(names) > 10 and [name for name in names if not (ROOT / name).exists()] == []
 
 
@@ -77,3 +79,37 @@ def test_the_first_recipe_gives_an_experiment_that_runs(tmp_path):
     assert "Softmax" in (latest.folder / "report.html").read_text()
     run("pytest", "-q", "-p", "no:cacheprovider", "tests/experiments/hardware/test_softmax.py", "tests/test_architecture.py")
     run("ruff", "check", "--no-cache", *sorted({name for name in touched if name.endswith(".py")}))
+
+
+@pytest.mark.book
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_recipe_for_a_subject_of_ones_own_gives_an_experiment_that_runs(tmp_path, installed):
+    files = {name: code for name, where, _, code in STEP.findall(OWN) if not where and not name.endswith(".ipynb")}
+    assert len(files) == 6
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    metadata, parameters, cell = re.findall(r"```(?:json|python)\n(.*?)```", OWN[OWN.index("A notebook `lines/") :], re.S)
+    # `write_notebook` makes the cell with the tag. Only the reader's guess is added to it.
+    guess = parameters.splitlines()[-1]
+    write_notebook(tmp_path / "lines", "01_straight_line", [guess, cell], **json.loads(metadata)["hyperion"])
+    environment = os.environ | {"HYPERION_RESULTS": str(tmp_path / "results"), "HYPERION_DATA": str(tmp_path / "data")}
+    if installed:
+        site = tmp_path / "site"
+        pip = ["pip", "install", "-q", "--no-index", "--no-build-isolation", "--no-deps", "--target", str(site), str(tmp_path)]
+        subprocess.run([sys.executable, "-m", *pip], check=True, timeout=300)
+        environment["PYTHONPATH"] = str(site)
+    else:
+        environment["HYPERION_SUBJECTS"] = str(tmp_path / "lines")
+    commands = re.findall(r"^\.venv/bin/hyperion (.*)$", OWN, re.M)
+    assert len(commands) == 3
+    for command in commands:
+        words = [sys.executable, "-m", "hyperion", *command.split()]
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    latest = Run.open((tmp_path / "results" / "latest").resolve())
+    assert [row.metric for row in latest.rows("01_straight_line")] == ["line_loss", "call_time_s"]
+    assert (latest.folder / "benchmarks" / "lines" / "losses.png").is_file()
+    assert "A straight line" in (latest.folder / "report.html").read_text()

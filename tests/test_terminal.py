@@ -192,6 +192,17 @@ def test_strings_of_others_cannot_control_the_terminal(capsys):
     assert "\x1b" not in shown and "\u202e" not in shown and shown.count("red\\x1b[31m\\u202e") == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("missing/file", "create the folder"), ("", "instead of this folder"), ("file/file", "whose parents are folders")],
+)
+def test_a_wrong_path_has_a_next_step_of_its_own(tmp_path, capsys, name, step):
+    (tmp_path / "file").touch()
+    assert run_command(lambda: (tmp_path / name).write_text("")) == 2
+    shown = capsys.readouterr().err
+    assert str(tmp_path) in shown and step in shown and "disk" not in shown
+
+
 @pytest.mark.parametrize(("error", "code"), [(HyperionError("\x1b]0;title\x07"), 2), (OSError(28, "No space", "\x1b[2J"), 2)])
 def test_errors_are_printed_with_control_characters_escaped(capsys, error, code):
     def command() -> int:

@@ -136,7 +136,7 @@ class Chapter:
             basis.
 
         Raises:
-            HyperionError: the guess is not a number. Nothing was stored.
+            HyperionError: the guess is not a finite number, or the forecast of the experiment cannot be stored.
         """
         guess = _require_guess(guess)
         if self.reference is None:
@@ -167,6 +167,9 @@ class Chapter:
 
         If the run already has rows for the same inputs, return these rows without measuring. In replay, nothing is measured: the
         rows and samples come from the reference machine.
+
+        Raises:
+            HyperionError: the experiment returned no `Result`, or one without rows or samples. Nothing is stored in this case.
         """
         # Without an explicit call, store the predictions now. They must exist before the first sample.
         self.predict(experiment)
@@ -177,7 +180,7 @@ class Chapter:
             return self._keep(experiment, digest)
         # Recorded after the predictions are stored and before the first sample, because `Run.verify` compares the times.
         provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
-        result = self._measure(experiment, digest, data)
+        result = _require_result(experiment, self._measure(experiment, digest, data))
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
         # The identity of the data is read after the run, because the experiment may have downloaded the data.
@@ -444,6 +447,23 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 def _values_of(rows: list[Row]) -> str:
     """Return a hash of measured rows without their predictions, or "" if there are no rows."""
     return json_hash(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
+
+
+def _require_result(experiment: str, result: object) -> Result:
+    """Return what an experiment returned if it can be stored."""
+    if not isinstance(result, Result):
+        fault = f"returned {type(result).__name__}, not a Result"
+    elif not result.rows:
+        fault = "returned no rows"
+    elif not isinstance(result.samples, pd.DataFrame):
+        fault = f"returned samples of type {type(result.samples).__name__}, not a DataFrame"
+    else:
+        return result
+    raise HyperionError(
+        f"the experiment {experiment!r} {fault}",
+        where=f"the function run of {module_of(experiment)}",
+        next_step="return Result(rows, samples) with at least one row; context.absent_row states why nothing was measured",
+    )
 
 
 def _run_folder(output: str) -> Path:

@@ -5,6 +5,7 @@ TensorBoard and Weights & Biases are optional packages. Nothing is sent over a n
 """
 
 import json
+import shutil
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, refused_write
 from hyperion.terminal import say
 
 if TYPE_CHECKING:
@@ -43,18 +44,37 @@ def export(
 
     if output.exists():
         raise HyperionError("the output exists already", where=output, next_step="name a new --output, or remove it")
-    if to is Target.CSV:
-        for path in write_flat_tables([Run.open(folder) for folder in find_runs(run)], output):
-            say(str(path))
-        return
-    store = Run.open(find_run(run))
-    if to is Target.BMF:
-        document = bencher_metrics(store.rows())
-        output.write_text(json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-        say(f"{output}: {sum(map(len, document.values()))} values of {len(document)} benchmarks")
-        return
-    write = write_tensorboard if to is Target.TENSORBOARD else write_wandb
-    say(f"{output}: {write(store, output)} points")
+    try:
+        if to is Target.CSV:
+            written = map(str, write_flat_tables([Run.open(folder) for folder in find_runs(run)], output))
+        else:
+            written = [f"{output}: {_write(Run.open(find_run(run)), to, output)}"]
+    except OSError as error:
+        # A part of the output could be taken for all of it, and the next call would refuse to replace it.
+        if output.is_dir():
+            shutil.rmtree(output, ignore_errors=True)
+        else:
+            output.unlink(missing_ok=True)
+        raise refused_write(
+            error,
+            HyperionError,
+            action="cannot write",
+            unchanged="nothing of the output is kept",
+            where=output,
+            elsewhere="name another --output",
+        ) from error
+    for line in written:
+        say(line)
+
+
+def _write(run: "Run", to: Target, output: Path) -> str:
+    """Write a run in a format other than csv. Return what was written, as text."""
+    if to is not Target.BMF:
+        return f"{(write_tensorboard if to is Target.TENSORBOARD else write_wandb)(run, output)} points"
+    document = bencher_metrics(run.rows())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+    return f"{sum(map(len, document.values()))} values of {len(document)} benchmarks"
 
 
 def benchmark_name(row: "Row") -> str:

@@ -283,8 +283,9 @@ def export_subjects(ledger: Ledger) -> str:
         export_run(ledger.run, material)
         write_report(ledger.run, material)
     except HyperionError as error:
-        # The cause is a Python error in the code of a picture. Its traceback is needed to fix the code.
-        cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
+        # A cause is a Python error in the code of a picture, whose traceback is needed to fix the code, or a failed write.
+        in_code = error.__cause__ is not None and not isinstance(error.__cause__, OSError)
+        cause = "".join(traceback.format_exception(error.__cause__)) if in_code else ""
         return "\n".join(filter(None, [f"FAILED to export tables and pictures: {error}", cause]))
     except Exception:
         return f"FAILED to export tables and pictures:\n{traceback.format_exc()}"

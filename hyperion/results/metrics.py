@@ -247,8 +247,7 @@ def metric_named(name: str) -> Metric:
     if name not in REGISTRY:
         raise HyperionError(
             f"unknown metric {name!r}",
-            where="hyperion/results/metrics.py",
-            next_step=f"use one of {', '.join(sorted(REGISTRY))}, or add it: hyperion.results.register_metric(Metric(…))",
+            next_step=f"define it in metrics.py of your subject, or use one of {', '.join(sorted(REGISTRY))}",
         )
     return REGISTRY[name]
 

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import numbers
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -168,6 +169,7 @@ class Row:
         Raises:
             RowError: the row breaks another rule of its metric, which is an error in the code and not in the measurement.
         """
+        self._require_numbers()
         failure = self._failure()
         if not failure or self.value is None:
             return self
@@ -207,12 +209,11 @@ class Row:
             text = getattr(self, name)
             self._demand(isinstance(text, str), f"{name} is {text!r}, which is not a text", 'use "" if there is no text')
         require_file_names(self.notebook, self.experiment)
+        self._require_numbers()
         for column in _FLOATS:
             number = getattr(self, column)
-            # This is False for NaN and infinity, and for integers that are too large for a float.
-            finite = number is None or abs(number) <= sys.float_info.max
             self._demand(
-                finite,
+                number is None or _is_finite(number),
                 f"{column} is {number!r:.40}, which is not a finite number",
                 "store null and the reason why there is no number",
             )
@@ -251,6 +252,15 @@ class Row:
         if self.check:
             known = None not in (self.check_error, self.check_tolerance)
             self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record the error and the tolerance")
+
+    def _require_numbers(self) -> None:
+        # Other objects, such as tensors, would be written as text that cannot be read as a number.
+        for columns, kind, name in ((_FLOATS, numbers.Real, "number"), (_INTEGERS, numbers.Integral, "whole number")):
+            for column in columns:
+                number = getattr(self, column)
+                if number is not None and (not isinstance(number, kind) or isinstance(number, bool)):
+                    what = f"{column} is {number!r:.40} of type {type(number).__name__}, which is not a {name}"
+                    self._demand(False, what, "store a Python number, such as loss.item() of a tensor")
 
     def _failure(self) -> str:
         """Return the reason why the measured value is not valid, as the end of a sentence, or "" if it is valid."""
@@ -479,8 +489,15 @@ def _cell(value) -> str:
         return ""
     if isinstance(value, dict):
         return _json(value)
-    # Convert to `float` first, because the `repr` of a NumPy scalar is "np.float64(…)".
-    return repr(float(value)) if isinstance(value, float) else str(value)
+    # Convert to `float` first, because the `repr` of a NumPy scalar is "np.float64(…)", and its text may have fewer digits.
+    return repr(float(value)) if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) else str(value)
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer that is too large for a float
+        return False
 
 
 def _is_json(params: dict) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperion.errors import HyperionError
-from hyperion.forms import read_form
+from hyperion.forms import FieldError, read_form
 from hyperion.paths import reference_folder, results_folder
 from hyperion.results.execution import KEPT, MEASURED, note_experiment
 from hyperion.results.files import (
@@ -337,11 +337,13 @@ class Run:
         Raises:
             RowError: a row breaks the rules of its metric, belongs to another experiment, or occurs twice. Nothing is stored in
                 this case.
+            StoreError: the source is not a text. Nothing is stored in this case either.
         """
         require_file_names(notebook, experiment)
         # Rows are checked before the lock is taken, so that a wrong row stores nothing.
         rows = _checked(notebook, experiment, rows)
         entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
+        _require_readable(_Finished, entry, f"{notebook} / {experiment}", "correct the Result of this experiment")
         # `commit` takes the lock of the folder for each write. This second lock covers both reading the old rows and writing the
         # new ones, so that two writers cannot overwrite each other's rows.
         with locked(self.folder, WRITER_LOCK, create=True):
@@ -407,7 +409,14 @@ class Run:
 
         First, a missing guess is added if the experiment is not finished. Second, the estimates of a configuration are replaced
         if the rows from which they were computed have changed. The reader's guess is kept.
+
+        Raises:
+            StoreError: a field of a prediction has the wrong type, or a number is not finite. Nothing is stored in this case.
         """
+        predictions = list(predictions)
+        for p in predictions:
+            where = f"{p.notebook} / {p.experiment} / {p.variant} / {p.metric}"
+            _require_readable(Prediction, asdict(p), where, "correct the forecast of this experiment")
         with locked(self.folder, WRITER_LOCK, create=True):
             written = before = self.predictions()
             experiments = self.experiments()
@@ -684,6 +693,14 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
 def utc_now() -> str:
     """Return the current UTC time in ISO 8601 with milliseconds. Such strings sort by time."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _require_readable(form: type, value: dict, where: str, next_step: str) -> None:
+    # Each file of a run is read as a whole, so a single entry that its reader refuses would make the whole run unreadable.
+    try:
+        read_form(form, value, form.__name__.strip("_").lower())
+    except FieldError as error:
+        raise StoreError(error.what, where=where, next_step=next_step) from error
 
 
 def predictions_digest(predictions: Iterable[Prediction]) -> str:

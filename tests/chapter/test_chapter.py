@@ -218,6 +218,23 @@ def test_a_row_that_is_malformed_is_an_error_and_nothing_is_stored(tmp_path, mon
     assert Run.open(tmp_path / "run").rows() == []
 
 
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda context: None, "'gemm' returned NoneType, not a Result"),
+        (lambda context: Result([], pd.DataFrame({"x": [1.0]})), "'gemm' returned no rows"),
+        (lambda context: Result([context.row("a", "count", 1.0)], {"x": [1.0]}), "'gemm' returned samples of type dict"),
+    ],
+)
+def test_what_an_experiment_returned_is_refused_by_its_name_if_it_cannot_be_stored(tmp_path, monkeypatch, returned, says):
+    experiment = Experiment(lambda context: [], lambda context, report: returned(context))
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    with pytest.raises(HyperionError, match=says):
+        chapter.run("gemm")
+    assert chapter.results.finished(NOTEBOOK, "gemm") is None
+
+
 def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
     rows = [
         Context(notebook="n", experiment="e", sizes={}, workspace=tmp_path).row(

@@ -3,11 +3,13 @@
 TensorBoard and wandb are optional. `.ci/run` installs them for this file.
 """
 
+import errno
 import json
 import math
 import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -89,6 +91,25 @@ def test_an_output_that_exists_is_kept(run, tmp_path):
     with pytest.raises(HyperionError, match="exists already"):
         export(run, "--to", "bmf", "--output", str(tmp_path / "there"))
     assert (tmp_path / "there").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("to", "function"), [("bmf", "Path.write_text"), ("csv", "write_flat_tables")])
+def test_of_an_output_that_does_not_fit_on_the_disk_nothing_is_left(run, tmp_path, monkeypatch, to, function):
+    def fill(*arguments, **named):
+        path = next(one for one in arguments if isinstance(one, Path))
+        path.mkdir() if to == "csv" else path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"hyperion.commands.export.{function}", fill)
+    with pytest.raises(HyperionError, match="the disk is full; nothing of the output is kept") as refusal:
+        export(run, "--to", to, "--output", str(tmp_path / "out"))
+    assert "--output" in str(refusal.value) and str(tmp_path / "out") in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_a_new_file_is_created(run, tmp_path):
+    export(run, "--to", "bmf", "--output", str(tmp_path / "new" / "run.json"))
+    assert json.loads((tmp_path / "new" / "run.json").read_text())
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])

@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +113,7 @@ def test_rows_of_versions_without_the_load_of_the_host_are_read(row):
         ({"check_error": None}, "lacks its error or tolerance"),
         ({"check_tolerance": None}, "lacks its error or tolerance"),
         ({"check_error": 0.02}, "failed its check 'slice against float64': error 0.02 above tolerance 0.01"),
+        ({"limit": 10**400}, "limit is 1000"),
         ({"n": 2**63}, "n is 9223372036854775808"),
         ({"rank": -1}, "rank is -1"),
         ({"params": {"m": 10**400}}, "beyond the range of a float"),
@@ -128,6 +133,27 @@ def test_each_rule_refuses_by_name(row, changes, fault):
     assert fault in str(refusal.value)
     assert "gemm_tflops" in str(refusal.value) or "file's name" in fault
     assert refusal.value.next_step
+
+
+@pytest.mark.parametrize("column", ["value", "predicted", "n"])
+@pytest.mark.parametrize("other", [torch.tensor(1.5, requires_grad=True), np.ones(1), "1", True, 1j, Decimal(1)], ids=repr)
+def test_what_could_not_be_read_again_as_a_number_is_refused_before_it_is_stored(row, column, other):
+    for check in (Row.validate, Row.without_failed_value):
+        with pytest.raises(RowError, match=f"{column} is .* of type {type(other).__name__}, which is not a (whole )?number"):
+            check(row(**{column: other}))
+
+
+def test_a_count_is_whole(row):
+    with pytest.raises(RowError, match="n is 30.0 of type float, which is not a whole number"):
+        row(n=30.0).validate()
+
+
+def test_numbers_of_numpy_and_fractions_are_stored_bit_for_bit(row):
+    for number in (np.float32(0.1), np.float64(0.1), np.int64(7), Fraction(1, 3)):
+        given = row(value=number, ci_low=number, ci_high=number, n=np.int64(30))
+        given.validate()
+        (read,) = rows_from_csv(rows_to_csv([given]))
+        assert (read.value, read.n) == (float(number), 30)
 
 
 def test_a_lower_is_better_metric_is_bounded_from_below():

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
-from hyperion.results import Prediction, RowError, Run, StoreError, find_run, new_run_folder, set_latest
+from hyperion.results import Prediction, Row, RowError, Run, StoreError, find_run, new_run_folder, set_latest
 from hyperion.results.execution import KEPT, LOG, MEASURED, executed
 from hyperion.results.files import MANIFEST
 from hyperion.results.store import LATE
@@ -147,6 +149,33 @@ def test_whatever_is_predicted_can_be_read_back(new_run, estimate, ceiling, low,
     run.predict([prediction(made_at="2026-01-01T00:00:00.000+00:00", params=params, **numbers)])
     (stored,) = run.predictions()
     assert {name: getattr(stored, name) for name in numbers} == numbers and stored.params == params
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"estimate": "2"}, "prediction.estimate must be a valid number, not '2'"),
+        ({"high": math.nan}, "prediction.high must be a finite number, not nan"),
+        ({"guess": True}, "prediction.guess must be a valid number, not True"),
+        ({"variant": 3}, "prediction.variant must be a valid string, not 3"),
+        ({"params": {"n": {1, 2}}}, "{1, 2} is not a text, number, list or table"),
+    ],
+)
+def test_a_prediction_that_could_not_be_read_back_is_refused_and_the_others_stay(new_run, changes, says):
+    run = new_run()
+    run.predict([prediction()])
+    with pytest.raises(StoreError, match=re.escape(says)) as refusal:
+        run.predict([prediction(experiment="other", **changes)])
+    assert "nb / other" in str(refusal.value) and run.predictions() == [prediction()]
+
+
+def test_a_source_that_could_not_be_read_back_is_refused_and_the_others_stay(new_run, samples):
+    run = new_run()
+    run.record("nb", "e", [Row(notebook="nb", experiment="e", variant="v", metric="count", value=1.0)], samples, input_hash="h")
+    other = Row(notebook="nb", experiment="other", variant="v", metric="count", value=1.0)
+    with pytest.raises(StoreError, match=re.escape("finished.source must be a valid string, not None")):
+        run.record("nb", "other", [other], samples, input_hash="h", source=None)
+    assert [row.experiment for row in Run(run.folder).rows()] == ["e"] and list(run.experiments()) == ["nb/e"]
 
 
 def test_predictions_after_the_first_sample_are_refused(new_run, samples):

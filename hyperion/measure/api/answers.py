@@ -38,7 +38,7 @@ class Answer:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def _row(self, place: dict, metric: str, value: float, about: dict, **columns: Any) -> Row:
+    def _row(self, place: dict, metric: str, value: float | None, about: dict, **columns: Any) -> Row:
         """Return a validated row.
 
         Args:

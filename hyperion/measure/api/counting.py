@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from hyperion.hardware import Device
 from hyperion.measure.api.answers import Answer, bytes_text, flops_text
-from hyperion.measure.memory_use.tensor_memory import TensorMemory, storage_key
+from hyperion.measure.memory_use.tensor_memory import TensorMemory, parts_of, storage_key
 from hyperion.measure.products.dispatch import is_view
 from hyperion.results import Row
 from hyperion.units import GIB
@@ -121,7 +121,7 @@ class Uncounted:
 
 @dataclass(frozen=True, repr=False)
 class FlopsAnswer(Answer):
-    """The floating-point operations of one call. A multiply-add counts as 2.
+    """The floating-point operations of one call. A multiply-add counts as 2, and one of complex numbers as 8.
 
     Args:
         label: name of the function.
@@ -148,7 +148,7 @@ class FlopsAnswer(Answer):
         light = sum(operator.pointwise for operator in self.uncounted)
         if not self.by_operator and not self.uncounted:
             return "no PyTorch operator was dispatched: replayed graphs and work outside of PyTorch cannot be counted"
-        pointwise = f"{light} element-wise operator{'s' if light > 1 else ''} count as 0" if light else ""
+        pointwise = f"{light} element-wise operator{' counts' if light == 1 else 's count'} as 0" if light else ""
         if not custom:
             return f"every other operator has a formula; {pointwise}" if light else "every operator has a formula"
         named = ", ".join(custom[:4]) + (f" and {len(custom) - 4} more" if len(custom) > 4 else "")
@@ -161,9 +161,15 @@ class FlopsAnswer(Answer):
         return f"{total}{f': {parts}' if parts else ''}\n{self.verdict}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> Row:
-        """Return the total as a row of the metric `flops`. The row's params list the operators without a formula."""
+        """Return the total as a row of the metric `flops`. The row's params list the operators without a formula.
+
+        The row has no value if nothing could be counted. Its reason is then the verdict.
+        """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        about = {"without_formula": [operator.name for operator in self.uncounted if not operator.pointwise]}
+        without_formula = [operator.name for operator in self.uncounted if not operator.pointwise]
+        about = {"without_formula": without_formula}
+        if not self.total and (without_formula or not self.by_operator and not self.uncounted):
+            return self._row(place, "flops", None, about, value_reason=self.verdict)
         return self._row(place, "flops", float(self.total), about, n=1)
 
     def plot(self) -> "Figure":
@@ -173,6 +179,7 @@ class FlopsAnswer(Answer):
         return draw_flops(self.label, self.by_operator, self.by_module, self.verdict)
 
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 # These operators allocate, move or fill memory. They do no arithmetic.
 _NO_ARITHMETIC = {
     f"aten::{name}"
@@ -214,6 +221,7 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
         The three fields `by_operator`, `by_module` and `uncounted` of `FlopsAnswer`.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_more_formulas())
+    counter.flop_registry = {operator: _for_any_tensor(formula) for operator, formula in counter.flop_registry.items()}
     rest = _OperatorsWithoutFormula(counter)
     # The dispatch mode that is entered last sees an operator first. `rest` is entered first, so that it also sees the operators
     # into which the counter decomposes other operators.
@@ -250,6 +258,23 @@ def _more_formulas() -> dict:
     }
 
 
+def _for_any_tensor(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return a FLOP formula that is also right for complex and sparse tensors. The given formula knows only their shapes."""
+
+    def flops(*arguments, out_val=None, **named) -> int:
+        if _has_sparse(arguments, named):
+            return 0  # `_OperatorsWithoutFormula` lists the operator
+        # A multiplication of complex numbers is 4 multiplications and 2 additions, and an addition is 2 additions.
+        is_complex = isinstance(out_val, torch.Tensor) and out_val.is_complex()
+        return formula(*arguments, out_val=out_val, **named) * (4 if is_complex else 1)
+
+    return flops
+
+
+def _has_sparse(*nests: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.layout in _SPARSE for leaf in tree_leaves(nests))
+
+
 class _OperatorsWithoutFormula(TorchDispatchMode):
     """Records the operators without a FLOP formula.
 
@@ -266,7 +291,10 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
         output = operator(*arguments, **named)
         name = operator._schema.name
         tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
-        if tensors and operator._overloadpacket not in self._known and name not in _NO_ARITHMETIC and not is_view(operator):
+        has_formula = operator._overloadpacket in self._known
+        if has_formula and _has_sparse(tensors):
+            name, has_formula = f"{name} of sparse tensors", False
+        if tensors and not has_formula and name not in _NO_ARITHMETIC and not is_view(operator):
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             calls, elements, _ = self.counts.get(name, (0, 0, False))
             elements += sum(tensor.numel() for tensor in (*tensors, *outputs))
@@ -313,7 +341,7 @@ class _ExistingTensors(TorchDispatchMode):
 
     def _new(self, nest) -> list[torch.Tensor]:
         leaves = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.device.type == self._type]
-        return [leaf for leaf in leaves if not self._known(leaf)]
+        return [part for leaf in leaves for part in parts_of(leaf) if not self._known(part)]
 
     def _known(self, tensor: torch.Tensor) -> bool:
         # A new storage can have the key of a storage that was freed.

@@ -24,7 +24,12 @@ from hyperion.hardware import Device
 from hyperion.measure.clock.timing import HarnessError
 
 # Largest relative Frobenius error between two correct computations that sum in different orders.
-OUTPUT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+OUTPUT_TOLERANCE = {
+    **{torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2},
+    # The largest relative error of rounding to 4 or 3 significant bits. A wrong scale of 2 exceeds it by far.
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz), 2**-4),
+    **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz), 2**-3),
+}
 # Number of roundings to the output format by which an element may differ, and limits on the assumed length of sums. The lower
 # limit allows for functions that chain several operations. The upper limit exists because libraries sum in blocks, which is more
 # accurate than one very long running sum.
@@ -110,8 +115,8 @@ def element_tolerance(dtype: torch.dtype, reduction: int) -> float:
 
     The tolerance of exact dtypes (integers and booleans) is 0. Other dtypes allow 4 roundings to the output format plus sqrt(K)
     roundings of the accumulation, where K is the length of the sum: the rounding errors of K terms are assumed to be independent.
-    16-bit formats accumulate in float32. rms(b) is part of the denominator because an element can be small by cancellation
-    although the terms of its sum are large.
+    16-bit and 8-bit formats accumulate in float32. rms(b) is part of the denominator because an element can be small by
+    cancellation although the terms of its sum are large.
 
     Args:
         reduction: K, clamped to the range from 4096 to 2^24.
@@ -180,7 +185,7 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
     each_tolerance = element_tolerance(coarser, reduction) if tolerance is None else tolerance
     a, b = a.reshape(-1), b.reshape(-1)
     if not a.numel():
-        return Difference(0.0, norm_tolerance, 0.0, each_tolerance, "")
+        return Difference(0.0, norm_tolerance, 0.0, each_tolerance, f"output{path}: it has no elements")
     if a.dtype == b.dtype and torch.equal(a, b):
         return Difference(0.0, norm_tolerance, 0.0, each_tolerance, f"output{path}: all are equal")
     squares = scale = 0.0

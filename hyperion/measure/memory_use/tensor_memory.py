@@ -74,7 +74,10 @@ class TensorMemory(TorchDispatchMode):
         self.peak_bytes = self.now_bytes
 
     def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        for part in parts_of(tensor):
+            self._count_storage(part.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type != self._type or id(storage) in self._storages:
             return
         size = storage.nbytes()
@@ -121,6 +124,17 @@ class SavedForBackward:
             self._kept[key] = weakref.ref(tensor.untyped_storage())
         # Detach the tensor, because an output that its own autograd node saves would otherwise keep itself alive.
         return tensor.detach()
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that hold the memory of a tensor: the indices and values of a sparse tensor, else the tensor itself."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -232,6 +232,17 @@ def test_memory_counts_what_was_there_once_and_what_is_let_go_not_at_all():
     assert in_place.added_bytes == 0 and in_place.before_bytes == 4 * 64 * 64
 
 
+@pytest.mark.filterwarnings("ignore:Sparse C")
+def test_memory_of_sparse_tensors_is_that_of_their_indices_and_values():
+    ends, places, values = torch.arange(65), torch.arange(64), torch.ones(64)
+    coordinates = torch.sparse_coo_tensor(torch.stack([places, places]), values, check_invariants=False)
+    rows = torch.sparse_csr_tensor(ends, places, values, check_invariants=False)
+    columns = torch.sparse_csc_tensor(ends, places, values, check_invariants=False)
+    for sparse, indices in ((coordinates, 2 * 64), (rows, 64 + 65), (columns, 64 + 65)):
+        answer = measure.memory(sparse.clone, device="cpu")
+        assert (answer.before_bytes, answer.added_bytes) == (indices * 8 + 64 * 4, indices * 8 + 64 * 4)
+
+
 def test_memory_of_a_training_step_knows_its_optimizer_state():
     model = nn.Linear(64, 32, bias=False)
     optimizer, x = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(16, 64)
@@ -249,6 +260,18 @@ def test_memory_of_a_training_step_knows_its_optimizer_state():
 
 
 # FLOPs
+
+
+def test_a_multiply_add_of_complex_numbers_is_eight_flops():
+    x = torch.randn(4, 8, dtype=torch.complex64)
+    assert measure.flops(lambda: x @ x.T).total == 8 * 4 * 8 * 4
+
+
+def test_flops_of_sparse_products_are_not_those_of_dense_ones():
+    x = torch.randn(8, 8)
+    for sparse in (torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr()):
+        answer = measure.flops(lambda sparse=sparse: (x @ x, sparse @ x))
+        assert answer.total == 2 * 8**3 and "a lower bound: no formula for aten::mm of sparse tensors (1×)" in str(answer)
 
 
 def test_flops_of_a_hand_example_by_operator_and_module():
@@ -279,6 +302,14 @@ def test_an_operator_of_one_s_own_is_named_first_and_a_zero_is_not_believed():
     assert beside.row(**PLACE).params["without_formula"] == ["hyperion_test::product", "aten::cumsum"]
 
 
+def test_a_row_of_flops_that_nothing_could_count_has_no_value():
+    x = torch.randn(8, 8)
+    for function, reason in ((lambda: x.cumsum(0), "THE NUMBER OF FLOPS IS UNKNOWN"), (lambda: None, "no PyTorch operator")):
+        (row,) = stored(measure.flops(function).row(**PLACE))
+        assert row.value is None and row.value_reason.startswith(reason)
+    assert measure.flops(lambda: x + x).row(**PLACE).value == 0, "an element-wise operator counts as 0"
+
+
 def test_a_plain_product_has_a_formula_for_all_of_it_and_a_view_is_none():
     x = torch.randn(4, 8)
     assert measure.flops(lambda: x @ x.T).verdict == "every operator has a formula"
@@ -299,7 +330,7 @@ def test_a_compiled_function_is_counted_uncompiled():
     compiled()
     before = len(compiled_calls)
     answer = measure.flops(compiled)
-    assert answer.total == 2 * 16**3 and "1 element-wise operator count" in str(answer)
+    assert answer.total == 2 * 16**3 and "1 element-wise operator counts" in str(answer)
     assert measure.memory(compiled, device="cpu").added_bytes == 2 * 4 * 16 * 16
     assert before >= 1 and len(compiled_calls) == before + 1, "its warm-up only is compiled"
     compiled()

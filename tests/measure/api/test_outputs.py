@@ -76,6 +76,21 @@ def test_another_order_of_the_sums_passes(dtype, terms):
     assert apart(a @ b, a[:, order] @ b[order], reduction=a.numel()).agrees
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz])
+def test_eight_bits_may_be_rounded_but_not_scaled(dtype):
+    x = noise(64, 64)
+    assert apart(x.to(dtype), x).agrees and apart(x, x.to(dtype)).agrees
+    neighbour = x.to(dtype).view(torch.uint8).clone()
+    neighbour[0, 0] += 1
+    assert apart(x.to(dtype), neighbour.view(dtype)).agrees
+    assert not apart((2 * x).to(dtype), x).agrees and not apart((2 * x).to(dtype), x.to(dtype)).agrees
+
+
+def test_outputs_without_elements_agree_and_say_so():
+    found = apart(torch.empty(0, 3), torch.empty(0, 3))
+    assert found.agrees and found.worst == "output: it has no elements"
+
+
 def test_the_tolerance_of_an_element_grows_with_the_root_of_the_reduction_and_ends():
     eps = torch.finfo(torch.float32).eps
     assert element_tolerance(torch.float32, 1 << 16) == pytest.approx((4 + 256) * eps)
