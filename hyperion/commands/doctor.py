@@ -2,6 +2,7 @@
 
 import json
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -171,7 +172,17 @@ def _print_fit(file: Path) -> int:
     """
     from hyperion.doctor.batches import largest_fitting, load_step
 
-    largest, tried = largest_fitting(load_step(file))
+    try:
+        largest, tried = largest_fitting(load_step(file))
+    except HyperionError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        raise HyperionError(
+            f"the program failed, and not for lack of memory: {type(error).__name__}: {error}",
+            where=f"{file}:{lines[-1]}" if lines else file,
+            next_step="correct the program",
+        ) from error
     say(f"the largest batch that fits: {largest} (tried {', '.join(map(str, tried))})")
     return int(largest == 0)
 

@@ -108,7 +108,8 @@ class Freshness:
         """
         without = self._without_rows(notebook)
         missing = [name for name in notebook.produces if name in without or name not in done]
-        return NotebookFailure(f"ran, but left no rows of: {', '.join(missing)}") if missing else None
+        remedy = f'run them in the notebook, in a chapter that open_chapter("{notebook.stem}", …, output=output) opens'
+        return NotebookFailure(f"ran, but left no rows of: {', '.join(missing)}\n  next:  {remedy}") if missing else None
 
     def expected_s(self, notebook: Notebook) -> float:
         """Return the expected duration of a notebook in seconds.

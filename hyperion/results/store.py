@@ -640,7 +640,7 @@ def find_run(name: str) -> Path:
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
         f"no run {name!r}",
-        where=" or ".join(map(str, places)),
+        where=" or ".join(dict.fromkeys(map(str, places))),
         next_step=f"use one of these runs: {', '.join(known) or 'there is none yet'}",
     )
 

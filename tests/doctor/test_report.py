@@ -266,6 +266,21 @@ def test_a_log_that_an_option_does_not_read_is_refused(option):
     assert option[0] in done.exception.what and f"without {option[0]}" in str(done.exception.next_step)
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("def step(batch):\n    raise ValueError('mine')\n", ":2", "ValueError: mine"),
+        ("\n\nimport no_such_module\n", ":3", "ModuleNotFoundError"),
+        ("def step(:\n", "", "SyntaxError"),
+    ],
+)
+def test_a_program_that_fails_for_another_reason_than_memory_is_named_with_its_line(tmp_path, text, line, says):
+    (tmp_path / "step.py").write_text(text)
+    done = CliRunner().invoke(app, ["doctor", "--fit", str(tmp_path / "step.py")])
+    assert isinstance(done.exception, HyperionError) and says in done.exception.what
+    assert str(done.exception.where) == f"{tmp_path / 'step.py'}{line}"
+
+
 def test_preflight_and_fit_end_with_their_exit_codes(monkeypatch, tmp_path):
     monkeypatch.setattr("hyperion.doctor.state.read_state", lambda: State(memory_gib=4.0))
     done = CliRunner().invoke(app, ["doctor", "--preflight", "inference", "--json"])

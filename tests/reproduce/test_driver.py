@@ -156,6 +156,7 @@ def test_running_without_the_declared_rows_is_a_failure_and_so_is_a_dead_kernel(
     write_notebook(phase, "02_dead", ["import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"])
     code, text = call()
     assert code == 1 and "ran, but left no rows of: weighing" in text and "the kernel died" in text
+    assert 'next:  run them in the notebook, in a chapter that open_chapter("01_first", …, output=output) opens' in text
     assert statuses(the_run(root)) == {"01_first": "failed", "02_dead": "failed"}
 
 

@@ -325,3 +325,6 @@ def test_latest_moves_and_finds(tmp_path, monkeypatch):
     with pytest.raises(HyperionError, match="no run 'three'") as refusal:
         find_run("three")
     assert "one" in refusal.value.next_step and "two" in refusal.value.next_step
+    with pytest.raises(HyperionError) as refusal:
+        find_run(str(tmp_path / "three"))
+    assert refusal.value.where == str(tmp_path / "three")

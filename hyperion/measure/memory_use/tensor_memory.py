@@ -51,6 +51,7 @@ class TensorMemory(TorchDispatchMode):
         super().__init__()
         self._type = torch.device(device.torch_device).type
         self._storages: dict[int, weakref.finalize] = {}
+        self._sizes: dict[int, int] = {}
         self.now_bytes = self.peak_bytes = 0
         for tensor in alive:
             self._count(tensor)
@@ -68,6 +69,7 @@ class TensorMemory(TorchDispatchMode):
         for finalizer in self._storages.values():
             finalizer.detach()
         self._storages.clear()
+        self._sizes.clear()
 
     def reset_peak(self) -> None:
         """Start a new peak: set `peak_bytes` to `now_bytes`."""
@@ -78,17 +80,20 @@ class TensorMemory(TorchDispatchMode):
             self._count_storage(part.untyped_storage())
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != self._type or id(storage) in self._storages:
+        if storage.device.type != self._type:
             return
-        size = storage.nbytes()
-        # The Python object of a storage lives exactly as long as the storage's memory, whichever tensors share it.
-        self._storages[id(storage)] = weakref.finalize(storage, self._forget, id(storage), size)
-        self.now_bytes += size
+        key, size = id(storage), storage.nbytes()
+        if key not in self._storages:
+            # The Python object of a storage lives exactly as long as the storage's memory, whichever tensors share it.
+            self._storages[key] = weakref.finalize(storage, self._forget, key)
+        # An operator may resize a storage, for example that of an empty tensor that is passed as `out`.
+        self.now_bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
-    def _forget(self, key: int, size: int) -> None:
+    def _forget(self, key: int) -> None:
         del self._storages[key]
-        self.now_bytes -= size
+        self.now_bytes -= self._sizes.pop(key)
 
 
 class SavedForBackward:

@@ -31,6 +31,18 @@ def test_views_share_a_storage_and_what_goes_is_forgotten():
     assert memory.peak_bytes == 5 * 1024
 
 
+def test_a_storage_that_grows_is_counted_with_its_new_size():
+    there = torch.ones(KIB)
+    with TensorMemory(CPU, [there]) as memory:
+        out = torch.empty(0)
+        torch.add(there, 1, out=out)
+        assert memory.now_bytes == 2 * 1024
+        out.resize_(3 * KIB)
+        assert memory.now_bytes == 4 * 1024
+        del out
+        assert (memory.now_bytes, memory.peak_bytes) == (1024, 4 * 1024)
+
+
 def test_peak_holds_inputs_and_outputs_of_the_moment_and_can_be_reset():
     with TensorMemory(CPU) as memory:
         kept = (torch.ones(KIB) + 1) * 2  # three tensors come, never more than two at once
