@@ -84,6 +84,16 @@ def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: 
     return kind(what, where=where, next_step=f"{remedy}, or {elsewhere}")
 
 
+def is_finite_number(value: object) -> bool:
+    """Return True if the value is a number that a finite float can hold. Booleans are not numbers here, NumPy's scalars are."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is too large for a float
+        return False
+
+
 def require_number(
     name: str,
     value: object,
@@ -110,7 +120,7 @@ def require_number(
     Raises:
         HyperionError: the argument is not a finite number within the bounds. The message contains the value and the bounds.
     """
-    if isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+    if is_finite_number(value) and isinstance(value, numbers.Integral if whole else numbers.Real):
         number: Any = value  # numbers.Real declares no comparison with float
         if at_least <= number <= at_most and above < number < below:
             return

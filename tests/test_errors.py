@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from hyperion.errors import HyperionError, refused_write
+from hyperion.errors import HyperionError, refused_write, require_number
 
 
 class RoomError(HyperionError):
@@ -51,3 +51,9 @@ def test_an_error_reaches_another_process_whole(error, copied):
     found = copied(error)
     assert type(found) is type(error) and str(found) == str(error)
     assert found.as_dict() == error.as_dict() and vars(found) == vars(error)
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), True, "1"])
+def test_what_is_no_finite_number_is_refused_by_name(value):
+    with pytest.raises(HyperionError, match="rate is .*, which is not a finite number"):
+        require_number("rate", value, "a function")

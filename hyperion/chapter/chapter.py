@@ -4,10 +4,7 @@ If the run folder already has rows for the same inputs, the chapter uses these r
 is measured: the rows come from a reference run, which is a stored run of another machine (the reference machine).
 """
 
-import contextlib
 import functools
-import math
-import numbers
 import os
 import shutil
 from collections.abc import Iterable
@@ -23,7 +20,7 @@ from hyperion.chapter.subjects import experiment_named, module_of, subjects
 from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import json_hash, reached_source_hash
-from hyperion.errors import HyperionError, not_none, require_seed
+from hyperion.errors import HyperionError, is_finite_number, not_none, require_seed
 from hyperion.hardware import detect, fingerprint, torch_build
 from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
@@ -477,15 +474,12 @@ def _run_folder(output: str) -> Path:
     return stored if named and not folder.exists() and (stored / "run.json").is_file() else folder
 
 
-def _require_guess(guess: object) -> float | None:
+def _require_guess(guess: Any) -> float | None:
     """Return a guess as a float. Check it before it is stored, because a run with an invalid prediction cannot be read again."""
     if guess is None:
         return None
-    # bool is a subclass of int, so it would pass the test for numbers.
-    if isinstance(guess, numbers.Real) and not isinstance(guess, bool):
-        with contextlib.suppress(OverflowError):
-            if math.isfinite(value := float(guess)):
-                return value
+    if is_finite_number(guess):
+        return float(guess)
     raise HyperionError(
         f"the guess {guess!r} is not a finite number",
         where="the first code cell",

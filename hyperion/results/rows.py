@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, is_finite_number
 from hyperion.forms import read_form
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
 from hyperion.untrusted import parse_json
@@ -213,7 +213,7 @@ class Row:
         for column in _FLOATS:
             number = getattr(self, column)
             self._demand(
-                number is None or _is_finite(number),
+                number is None or is_finite_number(number),
                 f"{column} is {number!r:.40}, which is not a finite number",
                 "store null and the reason why there is no number",
             )
@@ -491,13 +491,6 @@ def _cell(value) -> str:
         return _json(value)
     # Convert to `float` first, because the `repr` of a NumPy scalar is "np.float64(…)", and its text may have fewer digits.
     return repr(float(value)) if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) else str(value)
-
-
-def _is_finite(number: Any) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer that is too large for a float
-        return False
 
 
 def _is_json(params: dict) -> bool:
