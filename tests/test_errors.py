@@ -53,7 +53,7 @@ def test_an_error_reaches_another_process_whole(error, copied):
     assert found.as_dict() == error.as_dict() and vars(found) == vars(error)
 
 
-@pytest.mark.parametrize("value", [10**400, float("inf"), True, "1"])
+@pytest.mark.parametrize("value", [10**400, float("inf"), True, "1"], ids=["too large", "infinite", "boolean", "text"])
 def test_what_is_no_finite_number_is_refused_by_name(value):
     with pytest.raises(HyperionError, match="rate is .*, which is not a finite number"):
         require_number("rate", value, "a function")
