@@ -90,14 +90,16 @@ def framework_speed(material: Material) -> Figure | None:
 
 
 def framework_parts(material: Material) -> Figure | None:
-    """Draw the parts of a traced step of each framework as one bar, the fastest step first."""
-    rows = [row for row in measured(material.of("framework_speed")) if row.metric == "part_time_s"]
+    """Draw the parts of a traced step of each framework as one bar, with a mark at its timed step, the shortest one first."""
+    measurements = measured(material.of("framework_speed"))
+    rows = [row for row in measurements if row.metric == "part_time_s"]
     if not rows:
         return None
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         times.setdefault(row.variant, {})[row.params["part"]] = 1e3 * not_none(row.value)
-    names = sorted(times, key=lambda name: sum(times[name].values()))
+    timed = {row.variant: 1e3 * not_none(row.value) for row in measurements if row.metric == "step_time_s"}
+    names = sorted(times, key=lambda name: timed.get(name, sum(times[name].values())))
     parts = [part for part in dict.fromkeys(row.params["part"] for row in rows) if any(times[name].get(part) for name in names)]
     machine = material.machine("framework_speed")
     figure, (axes,) = new_figure("Parts of a traced step", machine, 1, height=2.6 + 0.42 * len(names))
@@ -106,14 +108,17 @@ def framework_parts(material: Material) -> Figure | None:
         widths = [times[name].get(part, 0.0) for name in names]
         axes.barh(range(len(names)), widths, left=left, height=0.7, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
+    places = [place for place, name in enumerate(names) if name in timed]
+    axes.plot([timed[names[place]] for place in places], places, "k|", markersize=24, markeredgewidth=2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("time of a step under the profiler (ms)")
     axes.grid(axis="y", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8, frameon=False)
-    slow = [row for row in measured(material.of("framework_speed")) if row.metric == "tracing_slowdown"]
+    slow = [row for row in measurements if row.metric == "tracing_slowdown"]
     cost = ", ".join(f"{row.variant} {number(row.value, 3)}" for row in slow)
-    add_notes(figure, [f"Traced step time over timed step time: {cost}." if cost else "", *_untraced(material)])
+    mark = "Black: time of a step without the profiler." if places else ""
+    add_notes(figure, [mark, f"Traced step time over timed step time: {cost}." if cost else "", *_untraced(material)])
     return figure
 
 

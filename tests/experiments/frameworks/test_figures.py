@@ -61,15 +61,18 @@ def test_speed_is_sorted_and_ties_are_named(material):
     assert "deepspeed zero-1: unavailable" in figure.get_supxlabel()
 
 
-def test_the_parts_of_a_step_make_a_bar_for_each_framework_the_fastest_first(material):
+def test_the_parts_of_a_step_make_a_bar_for_each_framework_with_a_mark_at_its_timed_step(material):
     figure = drawn(framework_parts, material)
     axes = figure.axes[0]
-    assert names(axes) == ["accelerate", "plain loop"]
+    assert names(axes) == ["plain loop", "accelerate"]  # the fastest without the profiler is first
+    (marks,) = axes.lines
+    assert list(marks.get_xdata()) == [134, 135] and list(marks.get_ydata()) == [0, 1]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["matrix products", "norms, activations and other elementwise work", "idle"]  # no part without time
     norms = axes.containers[1]
-    assert [patch.get_x() for patch in norms] == [100, 100] and [patch.get_width() for patch in norms] == [20, 30]
+    assert [patch.get_x() for patch in norms] == [100, 100] and [patch.get_width() for patch in norms] == [30, 20]
     notes = figure.get_supxlabel()
+    assert notes.startswith("Black: time of a step without the profiler.")
     assert "Traced step time over timed step time: plain loop 1.04, accelerate 1.04." in notes
     assert "HF Trainer: unavailable: not installed" in notes
 
