@@ -213,6 +213,8 @@ def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: i
         overhead: share of one core that the monitor used.
         tokens: number of tokens of the whole command.
     """
+    from hyperion.figures.material import signed_number
+
     lines = []
     for one in summaries:
         parts = [
@@ -227,7 +229,7 @@ def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: i
             if value is not None
         ]
         parts += [f"throttled: {one.throttle}"] if one.throttle is not None else []
-        rate = "" if one.rate_error is None else f", interval {one.rate_error:+.1%} from the requested one"
+        rate = "" if one.rate_error is None else f", interval {signed_number(100 * one.rate_error, 1)}% from the requested one"
         lines.append(f"{one.device}: {'; '.join(parts) or 'nothing can be read'} ({one.samples} readings{rate})")
         if (one.memory_growth_gib or 0) >= _GROWTH_GIB:
             lines.append(
