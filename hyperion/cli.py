@@ -194,7 +194,8 @@ def experiments(
         return
     table = Table("chapter", "experiment", "question or purpose")
     for one in chosen:
-        table.add_row(*(escape(one[key]) for key in ("chapter", "experiment", "question")))
+        # The notebooks of added subjects have no number.
+        table.add_row(*map(escape, (one["chapter"] or one["notebook"], one["experiment"], one["question"])))
     console().print(table)
 
 

@@ -79,6 +79,10 @@ def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: 
         what, remedy = f"the disk is full; {unchanged} ({reason})", "free some space and run the same command again"
     elif error.errno == errno.EROFS:
         what, remedy = f"{action}: {reason}; {unchanged}", "make its file system writable"
+    elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        what, remedy = f"{action}: {reason}", "move away the file or folder that is in the way"
+    elif error.errno == errno.ENOENT:
+        what, remedy = f"{action}: {reason}", "create the folder"
     else:
         what, remedy = f"{action}: {reason}", "make the folder writable"
     return kind(what, where=where, next_step=f"{remedy}, or {elsewhere}")

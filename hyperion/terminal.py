@@ -10,6 +10,7 @@ import io
 import os
 import select
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from hyperion.untrusted import printable
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+LINE_INTERVAL_S = 10.0  # between two lines of a progress bar outside of terminals
 INTERRUPTED, READER_GONE = 130, 141  # the exit codes that shells report for SIGINT and SIGPIPE
 
 
@@ -38,12 +40,15 @@ def progress_bar(**options: Any) -> "tqdm":
     """Return a tqdm progress bar with these options.
 
     In a notebook, the bar is a single output that is updated in place, and that is empty after a bar with `leave=False`. It is no
-    widget, because a saved notebook shows an error message in place of each widget when it is opened again.
+    widget, because a saved notebook shows an error message in place of each widget when it is opened again. If standard error is
+    no terminal, the bar is a line every 10 s.
     """
     from tqdm import tqdm
 
     if _in_notebook():
         options = {"file": _UpdatedOutput(), "ncols": 100, **options}
+    elif not sys.stderr.isatty():
+        options = {"file": _RareLines(), "ncols": 100, **options}
     return tqdm(**options)
 
 
@@ -76,6 +81,25 @@ class _UpdatedOutput:
 
     def flush(self) -> None:
         """Do nothing, because `write` shows each line immediately."""
+
+
+class _RareLines:
+    """A file-like object that prints the latest line of a progress bar to standard error, at most every 10 s and at the end."""
+
+    encoding = "utf-8"  # as in _UpdatedOutput
+
+    def __init__(self):
+        self._line, self._printed_s = "", time.monotonic()
+
+    def write(self, text: str) -> None:
+        self._line = text.strip() or self._line
+        ended = text == "\n"  # tqdm leaves a bar with this text, and removes one with spaces
+        if self._line and (ended or time.monotonic() - self._printed_s >= LINE_INTERVAL_S):
+            print(self._line, file=sys.stderr, flush=True)
+            self._line, self._printed_s = "", time.monotonic()
+
+    def flush(self) -> None:
+        """Do nothing, because `write` prints whole lines."""
 
 
 def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:

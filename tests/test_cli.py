@@ -67,6 +67,7 @@ def test_starting_the_command_loads_no_torch():
         (["reproduce", "--nonsense"], "No such option"),
         (["reproduce", "--only", "nope"], "no chapter 'nope'"),
         (["reproduce", "--time-budget", "6x"], "'6x' is not a duration"),
+        (["monitor", "--duration", "9" * 30 + "h"], "is not a duration above 0 and at most 3650 days"),
         (["verify", "nope"], "no run 'nope'"),
         (["compare", "nope", "nope"], "no run 'nope'"),
     ],

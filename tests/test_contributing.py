@@ -94,7 +94,8 @@ def test_the_recipe_for_a_subject_of_ones_own_gives_an_experiment_that_runs(tmp_
     metadata, parameters, cell = re.findall(r"```(?:json|python)\n(.*?)```", OWN[OWN.index("A notebook `lines/") :], re.S)
     # `write_notebook` makes the cell with the tag. Only the reader's guess is added to it.
     guess = parameters.splitlines()[-1]
-    write_notebook(tmp_path / "lines", "01_straight_line", [guess, cell], **json.loads(metadata)["hyperion"])
+    book = write_notebook(tmp_path / "lines", "01_straight_line", [guess, cell], **json.loads(metadata)["hyperion"])
+    book.write_text(json.dumps(json.loads(book.read_text()) | {"metadata": json.loads(metadata)}))  # the documented metadata only
     environment = os.environ | {"HYPERION_RESULTS": str(tmp_path / "results"), "HYPERION_DATA": str(tmp_path / "data")}
     if installed:
         site = tmp_path / "site"

@@ -28,6 +28,8 @@ def refusal(number):
         (errno.EDQUOT, "the disk is full; nothing was changed (Disk quota exceeded)", "free some space"),
         (errno.EROFS, "cannot write: Read-only file system; nothing was changed", "make its file system writable"),
         (errno.EACCES, "cannot write: Permission denied", "make the folder writable"),
+        (errno.EISDIR, "cannot write: Is a directory", "move away the file or folder"),
+        (errno.ENOENT, "cannot write: No such file or directory", "create the folder"),
     ],
 )
 def test_a_refusal_names_cause_place_and_remedy(number, what, remedy):

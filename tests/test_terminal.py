@@ -16,6 +16,7 @@ from hyperion.commands.console import PlainTextConsole
 from hyperion.commands.distributed_command import main as train
 from hyperion.doctor.report import Item
 from hyperion.errors import HyperionError
+from hyperion import terminal
 from hyperion.terminal import progress_bar, run_command, say
 from tests.reproduce.small_book import recording, write_notebook
 
@@ -253,4 +254,17 @@ def test_outside_a_notebook_a_progress_bar_is_text_on_standard_error(monkeypatch
     monkeypatch.setattr("IPython.get_ipython", SimpleNamespace)  # IPython in a terminal has no kernel
     with progress_bar(desc="gemm", total=2) as bar:
         bar.update(2)
-    assert "gemm: 100%" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("\n") == 1  # no terminal: only the last state
+
+
+def test_a_progress_bar_outside_of_a_terminal_is_a_line_at_each_interval(monkeypatch, capsys):
+    monkeypatch.setattr("IPython.get_ipython", SimpleNamespace)
+    now_s = [0.0]
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    with progress_bar(desc="gemm", total=100, leave=False) as bar:
+        for step in range(100):
+            now_s[0] = 0.25 * step
+            bar.n = step
+            bar.refresh()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("|")[0] for line in lines] == ["gemm:  40%", "gemm:  80%"]

@@ -46,7 +46,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
         figures: names of the figures to show. None shows all figures of the experiment.
 
     Raises:
-        HyperionError: the result has no rows.
+        HyperionError: the result has no rows, or the experiment has no figure of a given name.
     """
     if not result.rows:
         raise HyperionError("the result has no rows: nothing was measured", next_step="run the experiment again")
@@ -54,8 +54,16 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
     material, experiment = Material(run), result.rows[0].experiment
     if material.image_caveat and any(row.metric in ACCURACIES for row in result.rows):
         banner(material.image_caveat)
-    chosen = None if figures is None else set(figures)
-    for plot in (plot for plot in plots_of(experiment) if chosen is None or plot.name in chosen):
+    plots = plots_of(experiment)
+    names = [plot.name for plot in plots]
+    chosen = names if figures is None else list(figures)
+    if unknown := [name for name in chosen if name not in names]:
+        raise HyperionError(
+            f"the experiment {experiment!r} has no figure {unknown[0]!r}",
+            where="the argument figures of show",
+            next_step=f"use one of {', '.join(names)}" if names else "leave out this argument",
+        )
+    for plot in (plot for plot in plots if plot.name in chosen):
         options = {"published": published} if plot.published else {}
         picture = draw(plot.name, material, **options)
         if picture is not None:

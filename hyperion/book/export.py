@@ -87,6 +87,10 @@ def reference_readme(run: Run, material: Material | None = None, remark: str = "
     return {README: _page(material, first, parts, remark).encode()} | {picture.path: picture.content for picture in shown}
 
 
+# The page is in results/reference/<machine>/.
+_HEADLINES = "[docs/headlines.md](../../../docs/headlines.md)"
+
+
 def _page(material: Material, first: DrawnFigure | None, found: list[Section], remark: str) -> str:
     information = material.information
     parts = [
@@ -114,7 +118,7 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section], r
         parts.append(f"![{markdown_text(first.caption)}]({first.path})")
     quoted = _headline_table(material)
     if len(quoted):
-        parts += ["## At a glance", markdown(quoted), ONE_LAUNCH]
+        parts += ["## At a glance", markdown(quoted), ONE_LAUNCH.format(_HEADLINES)]
     for section in found:
         parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)

@@ -24,11 +24,11 @@ from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
 SUMMARY = "benchmarks/summary.png"
-# Note below the headlines of a run, because readers quote them.
+# Note below the headlines of a run, because readers quote them. `format` puts in how the page names docs/headlines.md.
 ONE_LAUNCH = (
     "Each value was measured in one launch of the program. The interval contains the variation within this launch only: another "
     "launch, or another host, can differ by more. The interval of a mean over seeds contains the variation between the seeds. "
-    "This also holds for the figures. docs/headlines.md lists the values that at least five launches measured."
+    "This also holds for the figures. {} lists the values that at least five launches measured."
 )
 # Tables with more lines are collapsed, so that the pictures are close to each other on the page.
 UNFOLDED_LINES = 12

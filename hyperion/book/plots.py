@@ -4,7 +4,7 @@ import math
 
 from matplotlib.figure import Figure
 
-from hyperion.chapter.subjects import subject_of, subjects, subjects_of
+from hyperion.chapter.subjects import Subject, subject_of, subjects, subjects_of
 from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import ALL, Material, Plot, made_from_rows, values
 from hyperion.figures.style import GRID, INK, SUMMARY_LETTERING, add_notes, log_ticks, look, new_figure, png, styled
@@ -23,9 +23,10 @@ def all_plots() -> list[Plot]:
     """Return all figures. The summary comes first, then the figures of each subject, and `predictions` comes last.
 
     Raises:
-        HyperionError: two figures have the same name.
+        HyperionError: two figures have the same name, or PLOTS of a subject is no tuple of figures of experiments.
     """
-    of_subjects = [plot for subject in subjects() for plot in getattr(subject.figures, "PLOTS", ())]
+    experiments = {name for subject in subjects() for name in subject.modules}
+    of_subjects = [plot for subject in subjects() for plot in _plots_of_subject(subject, experiments)]
     plots = [_OF_THE_RUN[0], *of_subjects, *_OF_THE_RUN[1:]]
     names = [plot.name for plot in plots]
     twice = {name for name in names if names.count(name) > 1}
@@ -35,6 +36,19 @@ def all_plots() -> list[Plot]:
             next_step="rename one of the two figures in the figures.py of its subject, a folder of hyperion/experiments",
         )
     return plots
+
+
+def _plots_of_subject(subject: Subject, experiments: set[str]) -> tuple[Plot, ...]:
+    """Return the figures of a subject. A figure of an unknown experiment would never be drawn, so it is an error."""
+    plots = getattr(subject.figures, "PLOTS", ())
+    if not isinstance(plots, tuple | list) or not all(isinstance(plot, Plot) for plot in plots):
+        fault, remedy = f"PLOTS is {plots!r:.80}, not a tuple of Plot", "write PLOTS = (Plot(…),), with the comma"
+    elif unknown := [plot for plot in plots if plot.experiment not in experiments | {ALL}]:
+        fault = f"the figure {unknown[0].name!r} in PLOTS belongs to {unknown[0].experiment!r}, which is no experiment"
+        remedy = f"use the name of a module with an EXPERIMENT: {', '.join(subject.modules)}"
+    else:
+        return tuple(plots)
+    raise HyperionError(fault, where=subject.folder / "figures.py", next_step=remedy)
 
 
 def plots_of(experiment: str) -> list[Plot]:

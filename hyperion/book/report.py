@@ -89,7 +89,8 @@ def _unexpected(material: Material) -> str:
 
 
 def _cards(found: list[Headline]) -> str:
-    note = f'<p class="limit">{escaped(ONE_LAUNCH)}</p>' if found else ""
+    note = escaped(ONE_LAUNCH.format("docs/headlines.md of the repository"))
+    note = f'<p class="limit">{note}</p>' if found else ""
     return f'<section class="cards">{"".join(map(_card, found))}</section>{note}'
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Result
+from hyperion.chapter.context import Context, Forecast, Result
 from hyperion.chapter.profiles import REPLAY, default_profile, finished_in, load_profile, measured_under, reference_run
 from hyperion.chapter.subjects import experiment_named, module_of, subjects
 from hyperion.chapter.variants import run_isolated
@@ -358,7 +358,7 @@ class Chapter:
                 high=forecast.high,
                 made_at=made_at,
             )
-            for forecast in chosen.forecast(context)
+            for forecast in _require_forecasts(experiment, chosen.forecast(context))
         ]
 
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
@@ -446,10 +446,23 @@ def _values_of(rows: list[Row]) -> str:
     return json_hash(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
 
 
+def _require_forecasts(experiment: str, found: Any) -> list[Forecast]:
+    """Return what the forecast of an experiment returned if it can be stored."""
+    if fault := _not_a_list_of(Forecast, found):
+        raise HyperionError(
+            f"the forecast of the experiment {experiment!r} returned {fault}",
+            where=f"the function forecast of {module_of(experiment)}",
+            next_step="return [Forecast(variant, metric, estimate, basis)], or [] if there is no prediction",
+        )
+    return list(found)
+
+
 def _require_result(experiment: str, result: object) -> Result:
     """Return what an experiment returned if it can be stored."""
     if not isinstance(result, Result):
         fault = f"returned {type(result).__name__}, not a Result"
+    elif wrong := _not_a_list_of(Row, result.rows):
+        fault = f"returned a Result whose rows are {wrong}"
     elif not result.rows:
         fault = "returned no rows"
     elif not isinstance(result.samples, pd.DataFrame):
@@ -461,6 +474,14 @@ def _require_result(experiment: str, result: object) -> Result:
         where=f"the function run of {module_of(experiment)}",
         next_step="return Result(rows, samples) with at least one row; context.absent_row states why nothing was measured",
     )
+
+
+def _not_a_list_of(kind: type, found: object) -> str:
+    """Return what `found` is instead of a list or tuple of objects of this class, or "" if it is one."""
+    if not isinstance(found, list | tuple):
+        return f"{type(found).__name__}, not a list of {kind.__name__}"
+    wrong = next((type(one).__name__ for one in found if not isinstance(one, kind)), "")
+    return f"a list with {wrong}, not of {kind.__name__}" if wrong else ""
 
 
 def _run_folder(output: str) -> Path:

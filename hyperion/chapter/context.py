@@ -13,7 +13,7 @@ from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
 from hyperion.processes.this_rank import world
 from hyperion.results import Estimate, Row
-from hyperion.results.rows import idle_rows
+from hyperion.results.rows import idle_rows, make_row
 
 # Function that an experiment calls with (done, total, note) to show its progress.
 Report = Callable[[int, int, str], object]
@@ -57,11 +57,15 @@ class Context:
             value: value of the row. With an `Estimate`, the row also gets its number of samples and its interval. None for a row
                 without a value.
             columns: additional columns of the row, as for `hyperion.results.Row`.
+
+        Raises:
+            RowError: rows do not have one of the columns.
         """
         if isinstance(value, Estimate):
             columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
             value = value.value
-        return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
+        place = {"notebook": self.notebook, "experiment": self.experiment, "variant": variant, "metric": metric}
+        return make_row(**place, value=value, **columns)
 
     def absent_row(self, variant: str, metric: str, reason: str, **columns: Any) -> Row:
         """Return a row without a value. `reason` states why nothing was measured."""

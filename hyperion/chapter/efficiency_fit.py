@@ -40,6 +40,7 @@ from hyperion.chapter.efficiency import (
 )
 from hyperion.chapter.rows import datasheet_ceilings, link_limit
 from hyperion.errors import not_none
+from hyperion.figures.material import signed_number
 from hyperion.hardware import Device, detect
 from hyperion.hardware.facts import facts_of
 from hyperion.measure import ALL_COLLECTIVES, OPERATIONS, REDUCTIONS
@@ -421,8 +422,8 @@ def _spread(errors: Sequence[float]) -> float:
 def _statistics(scored: Sequence[Scored]) -> str:
     errors = [100 * s.error for s in scored]
     return (
-        f"{len(scored)} | {100 * median_error(scored):.1f} % | {statistics.median(errors):+.1f} % | "
-        f"{max(errors, key=abs):+.0f} % | {100 * coverage(scored):.0f} %"
+        f"{len(scored)} | {100 * median_error(scored):.1f} % | {signed_number(statistics.median(errors), 1)} % | "
+        f"{signed_number(max(errors, key=abs), 0)} % | {100 * coverage(scored):.0f} %"
     )
 
 

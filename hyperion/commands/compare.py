@@ -111,6 +111,8 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
 
 
 def _table(compared: "list[Comparison]", everything: bool) -> Table:
+    from hyperion.figures.material import signed_number
+
     table = Table(*_COLUMNS, pad_edge=False)
     for c in compared:
         if c.verdict == "missing" or (c.verdict == "same" and not everything):
@@ -119,7 +121,7 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
         spread = "" if c.spread is None else f"{c.spread:.1%}"
         better = c.change is not None and c.change > 0
         verdict = f"indicative: {'better' if better else 'worse'}" if c.verdict == "indicative" else c.verdict
-        numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", f"{c.change:+.1%}", spread, p, power)
+        numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", f"{signed_number(100 * c.change, 1)}%", spread, p, power)
         table.add_row(escape(printable(c.name)), c.metric, *numbers, verdict)
     return table
 

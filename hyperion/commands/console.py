@@ -20,6 +20,7 @@ from hyperion.untrusted import printable
 # Errors in options are subclasses of click's ClickException. It is not imported from click, because newer versions of typer
 # contain their own copy of click.
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+LONGEST_S = 3650 * 86400  # the system refuses much longer waits
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
@@ -60,14 +61,14 @@ def parse_duration(text: str, variable: str) -> float:
         variable: name of the option or variable, for the error message.
 
     Raises:
-        HyperionError: the text is not a duration, or the duration is not positive.
+        HyperionError: the text is not a duration, or the duration is not positive or longer than `LONGEST_S`.
     """
     match = _DURATION.fullmatch(text.strip().lower())
     parts = [float(part) if part else 0.0 for part in match.groups()] if match else [0.0]
     seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
-    if not match or seconds <= 0:
+    if not match or not 0 < seconds <= LONGEST_S:
         raise HyperionError(
-            f"{text!r} is not a duration above 0",
+            f"{text[:40]!r} is not a duration above 0 and at most {LONGEST_S // 86400} days",
             where=variable,
             next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m",
         )

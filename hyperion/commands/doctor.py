@@ -78,8 +78,14 @@ def doctor(
         print(guide_markdown())
         raise typer.Exit
     others = {"--preflight": preflight is not None, "--fit": fit is not None, "--comparison": comparison, "--harness": harness}
-    others |= {"--numerics": numerics and not as_json, "--floors": floors and not as_json}
-    option = next((name for name, given in others.items() if given), None)
+    alone = [name for name, given in others.items() if given]
+    if as_json and alone and preflight is None:
+        raise HyperionError(f"{alone[0]} prints no JSON", where="--json", next_step=f"leave out --json or {alone[0]}")
+    alone += [name for name, given in (("--numerics", numerics), ("--floors", floors)) if given and not as_json]
+    if len(alone) > 1:
+        remedy = "call `hyperion doctor` with one of them at a time; --json reports --numerics and --floors together"
+        raise HyperionError(f"{' and '.join(alone)} are given together", next_step=remedy)
+    option = alone[0] if alone else None
     if log is not None and option is not None:
         remedy = f"call `hyperion doctor --log {log}` without {option}"
         if option in ("--numerics", "--floors"):
@@ -170,20 +176,22 @@ def _print_fit(file: Path) -> int:
 
     Return 1 if no batch fits, else 0.
     """
-    from hyperion.doctor.batches import largest_fitting, load_step
+    from hyperion.doctor.batches import LARGEST_TRIED, largest_fitting, load_step
 
     try:
         largest, tried = largest_fitting(load_step(file))
     except HyperionError:
         raise
-    except Exception as error:
+    # A program may end with sys.exit, whose exit code would be taken for that of this command.
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         raise HyperionError(
             f"the program failed, and not for lack of memory: {type(error).__name__}: {error}",
             where=f"{file}:{lines[-1]}" if lines else file,
             next_step="correct the program",
         ) from error
-    say(f"the largest batch that fits: {largest} (tried {', '.join(map(str, tried))})")
+    more = " or more, which were not tried" if largest == LARGEST_TRIED else ""
+    say(f"the largest batch that fits: {largest}{more} (tried {', '.join(map(str, tried))})")
     return int(largest == 0)
 
 

@@ -188,6 +188,8 @@ def compare(
     from hyperion.frameworks.config import load_config
     from hyperion.frameworks.plan import output_folder, select_frameworks
 
+    if output is not None and output.suffix != ".png":
+        raise HyperionError(f"{output.name!r} does not end in .png", where="--output", next_step="the picture is a PNG file")
     config = load_config(config_file)
     folder = results_dir or output_folder(config)
     chosen = select_frameworks(frameworks, config, extra=("mega",)) if frameworks else None
@@ -285,6 +287,8 @@ def validate(
     from hyperion.frameworks.result import migrate as migrated
     from hyperion.frameworks.result import read_result, write_result
 
+    if (values or output_dir) and not migrate:
+        raise HyperionError("--set and --output-dir do nothing without --migrate", next_step="add --migrate, or leave them out")
     known, refused = {}, False
     for word in values or ():
         name, separator, value = word.partition("=")
@@ -401,7 +405,8 @@ def _print_plans(plans: list, folder: Path) -> None:
     for plan in plans:
         if plan.command and not is_tiny(plan.model):
             variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
-            say(f"{plan.framework} {plan.model} runs, in {plan.folder}: {' '.join([*variables, shlex.join(plan.command)])}")
+            place = f", in {plan.folder}" if plan.folder else ""
+            say(f"{plan.framework} {plan.model} runs{place}: {' '.join([*variables, shlex.join(plan.command)])}")
     say(f"results: {folder}; nothing was trained or written")
 
 

@@ -60,6 +60,8 @@ def monitor(
             f"--interval {interval} is too short", next_step="use at least 0.01s; a GPU updates its sensors at 0.1s"
         )
     duration_s = parse_duration(duration, "--duration") if duration else 0.0
+    if plot is not None and plot.suffix != ".png":
+        raise HyperionError(f"{plot.name!r} does not end in .png", where="--plot", next_step="the picture is a PNG file")
     for file in filter(None, (csv_file, plot)):
         file.open("ab").close()  # an error here costs nothing; after the command, its readings would be lost
     started_s, clock_s = time.time(), time.time() - time.monotonic()
@@ -71,7 +73,15 @@ def monitor(
         csv_file.write_text(csv_text(csv_rows(watching.devices, watching.readings)), encoding="utf-8")
     if plot is not None:
         plot.write_bytes(plot_png(csv_rows(watching.devices, watching.readings)))
-    for rate in measured_rates(run, started_s) if run is not None else ():
+    try:
+        rates = measured_rates(run, started_s) if run is not None else []
+    except HyperionError as error:
+        if code == 0:
+            raise
+        # A command that failed measured nothing. Its exit code says more than that of this error.
+        rates = []
+        say(f"no energy per token: {error.what}")
+    for rate in rates:
         power = mean_power(watching.readings, rate.started_s - clock_s, rate.ended_s - clock_s)
         say(energy_line(rate.name, None if power is None else power / rate.tokens_per_s))
     raise typer.Exit(code)
@@ -80,8 +90,8 @@ def monitor(
 def run_watched(command: Sequence[str]) -> int:
     """Run a command until it ends, and return its exit code.
 
-    If a signal ended the command, the exit code is 128 plus the number of the signal. SIGINT and SIGTERM are passed on to the
-    command, and the monitor waits until it ends.
+    If a signal ended the command, the exit code is 128 plus the number of the signal. SIGTERM is passed on to the command. A
+    terminal sends Ctrl-C to both. The monitor waits until the command ends.
 
     Raises:
         HyperionError: the command cannot be started.
@@ -90,9 +100,11 @@ def run_watched(command: Sequence[str]) -> int:
         process = subprocess.Popen(command)
     except OSError as error:
         raise HyperionError(
-            f"the command cannot be started: {error.strerror}", where=command[0], next_step="check its name"
+            f"the command cannot be started: {error.strerror}",
+            where=command[0],
+            next_step="check its name, and start a script by its interpreter: hyperion monitor -- python train.py",
         ) from error
-    # A terminal sends Ctrl-C to both processes. The command decides how it ends.
+    # The command decides how it ends.
     earlier = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number)),
@@ -213,6 +225,8 @@ def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: i
         overhead: share of one core that the monitor used.
         tokens: number of tokens of the whole command.
     """
+    from hyperion.figures.material import signed_number
+
     lines = []
     for one in summaries:
         parts = [
@@ -227,7 +241,7 @@ def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: i
             if value is not None
         ]
         parts += [f"throttled: {one.throttle}"] if one.throttle is not None else []
-        rate = "" if one.rate_error is None else f", interval {one.rate_error:+.1%} from the requested one"
+        rate = "" if one.rate_error is None else f", interval {signed_number(100 * one.rate_error, 1)}% from the requested one"
         lines.append(f"{one.device}: {'; '.join(parts) or 'nothing can be read'} ({one.samples} readings{rate})")
         if (one.memory_growth_gib or 0) >= _GROWTH_GIB:
             lines.append(

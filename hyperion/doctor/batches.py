@@ -11,8 +11,10 @@ from hyperion.errors import HyperionError
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # in errors of CUDA, HIP and the CPU allocator
 
+LARGEST_TRIED = 2**16
 
-def largest_fitting(step: Callable[[int], object], at_most: int = 2**16) -> tuple[int, list[int]]:
+
+def largest_fitting(step: Callable[[int], object], at_most: int = LARGEST_TRIED) -> tuple[int, list[int]]:
     """Return the largest batch size with which a step fits into memory, and the batch sizes that were tried.
 
     The batch size is doubled until a step fails, and then found by bisection. For a result n, this takes about 2 log2(n) steps.

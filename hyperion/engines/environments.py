@@ -67,6 +67,13 @@ def environment_folder(name: str) -> Path:
     return data_folder() / "frameworks" / f"{name}-{key}"
 
 
+def is_environment(folder: Path) -> bool:
+    """Return True if `install` created this folder, perhaps in an installation that was interrupted."""
+    name, _, key = folder.name.rpartition("-")
+    known = name in ENVIRONMENTS and len(key) == 12
+    return known and not folder.is_symlink() and (folder / "pyvenv.cfg").is_file()
+
+
 def why_not_installed(name: str) -> str:
     """Return why an environment cannot be used and the command that installs it, or "" if it is installed."""
     if (environment_folder(name) / _STAMP).is_file():
@@ -168,7 +175,7 @@ def _run(command: list[str], variables: dict[str, str], on_line: Callable[[str],
         raise HyperionError(
             f"pip failed with exit code {process.returncode}: {last:.300}",
             where=f"environment {name!r}: {' '.join(ENVIRONMENTS[name].requirements)}",
-            next_step="read pip's output above; on a node without network, run `make fetch` on a login node first",
+            next_step="read pip's output above; on a node without network, run `make fetch FRAMEWORKS=all` on a login node first",
         )
 
 

@@ -149,7 +149,7 @@ class Material:
             # If there are two reasons, "unsteady" states both, separated by a semicolon.
             drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
             reasons = [] if line["warm"] else ["warm-up"]
-            reasons += [f"drift {100 * line['drift']:+.1f} %"] if drifts else []
+            reasons += [f"drift {percent(line['drift'], signed=True)} %"] if drifts else []
             key = line["variant"], line["dtype"], canonical_params(json.loads(line["params"]))
             found[key] = f"no ({', '.join(reasons)})" if reasons else "yes"
         return found
@@ -348,7 +348,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
+        return f"{value:zg}"
     # Position of the first significant digit: 0 for 1 to 9, 1 for 10 to 99.
     magnitude = math.floor(math.log10(abs(value)))
     if magnitude < -4:
@@ -364,7 +364,7 @@ def number_within(value: float | None, low: float | None, high: float | None) ->
     The last digit shown is the second significant digit of the interval's width.
     """
     decimals = _decimals(value, low, high)
-    return number(value) if value is None or decimals is None else f"{value:,.{decimals}f}"
+    return number(value) if value is None or decimals is None else f"{value:z,.{decimals}f}"
 
 
 def interval(value: float | None, low: float | None, high: float | None) -> str:
@@ -374,14 +374,20 @@ def interval(value: float | None, low: float | None, high: float | None) -> str:
     decimals = _decimals(value, low, high)
     if decimals is None:
         return f"{number(low)} – {number(high)}"
-    return f"{low:,.{decimals}f} – {high:,.{decimals}f}"
+    return f"{low:z,.{decimals}f} – {high:z,.{decimals}f}"
 
 
 def percent(fraction: float | None, signed: bool = False) -> str:
     """Format a fraction in percent with one decimal. None gives "". If `signed`, positive numbers begin with "+"."""
     if fraction is None:
         return ""
-    return f"{100 * fraction:{'+' if signed else ''}.1f}"
+    return signed_number(100 * fraction, 1) if signed else f"{100 * fraction:z.1f}"
+
+
+def signed_number(value: float, decimals: int) -> str:
+    """Format `value` with its sign and this number of decimals. A number that rounds to zero has no sign."""
+    text = f"{value:z.{decimals}f}"
+    return f"+{text}" if float(text) > 0 else text
 
 
 def quoted_value(value: float, unit: str) -> str:

@@ -102,8 +102,11 @@ def load_results(
     chosen = [key for key in sorted(found) if all(not names or key[place] in _words(names) for place, names in wanted)]
     if not chosen:
         here = "; ".join(" ".join(key) for key in sorted(found)) or "no file train_*.json"
+        select = "select one of these results with --platform, --frameworks and --precision, or leave these options out"
         raise HyperionError(
-            f"no result is selected; the folder has: {here}", where=folder, next_step="run `hyperion frameworks run`"
+            f"no result is selected; the folder has: {here}",
+            where=folder,
+            next_step=select if found else "run `hyperion frameworks run`, or name another folder with --results-dir",
         )
     return [found[key][1] for key in chosen]
 

@@ -22,7 +22,9 @@ from hyperion.untrusted import MIB, read_bounded
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Line = Annotated[str, Field(pattern=r"^.*$", max_length=200)]
-FileName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]  # without a folder
+# File names without a folder.
+PictureName = Annotated[str, Field(pattern=r"^\w[\w. -]*\.png$")]
+ReportName = Annotated[str, Field(pattern=r"^\w[\w. -]*\.md$")]
 OUTPUT, PRIMUS, MEGATRON_DEEPSPEED = "CONFIG_OUTPUT_DIR", "PRIMUS_PATH", "MEGATRON_DEEPSPEED_PATH"
 GPU_COUNTS = {"amd": "CONFIG_AMD_NUM_GPUS", "nvd": "CONFIG_NVD_NUM_GPUS"}
 # Number of GPUs of the documented node. Only a dry run uses it, on a machine without a device of the platform.
@@ -103,8 +105,8 @@ class Comparison:
     `price_source` says where the prices come from, and in which currency they are.
     """
 
-    plot: FileName = "compare.png"
-    report: FileName = "comparison_report.md"
+    plot: PictureName = "compare.png"
+    report: ReportName = "comparison_report.md"
     dpi: Annotated[int, Field(ge=50, le=600)] = 150
     price_per_gpu_hour: GpuPrices = GpuPrices()
     price_source: Line = ""

@@ -361,7 +361,7 @@ def _migrated(old: dict[str, Any], stated: dict[str, str], where: str) -> Result
 
 
 def _document(path: Path) -> object:
-    next_step = "give a JSON file that `hyperion frameworks run` wrote"
+    next_step = "move the file away and run the combination again, or give a file that `hyperion frameworks run` wrote"
     try:
         return read_json(path, ResultError, next_step)
     except OSError as error:

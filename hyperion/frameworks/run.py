@@ -35,10 +35,12 @@ from hyperion.frameworks.result import (
 from hyperion.frameworks.shapes import build, count_parameters, count_vector_elements, is_tiny
 from hyperion.hardware import MachineFacts, detect
 from hyperion.locks import FileLock
+from hyperion.results.files import make_folder
 from hyperion.units import GB, GIB
 
 _POLL_S = 0.2  # interval at which the log of a framework that runs by its own command is read
 _LONGEST_LINE_BYTES = 1 << 16
+PREVIOUS = ".previous"  # appended to the name of a result that a run with other settings replaces
 _WORK, _LOCK, _NEW_S = ".work-", "lock", 60.0
 
 
@@ -73,9 +75,14 @@ def run_plans(
         again: if True, a finished run is repeated.
         on_start: called before a plan starts.
         on_progress: called while an observed run trains.
+
+    Raises:
+        StoreError: a plan can run, and the folder cannot be created or is not writable.
     """
     selected = list(plans)
     writes = any(not plan.reason for plan in selected)  # if no plan can run, no file is written
+    if writes:
+        make_folder(folder)  # fails now if results cannot be stored
     with _Works(folder) as works:
         for plan in selected:
             if plan.reason:
@@ -112,8 +119,9 @@ def log_file(plan: Plan, folder: Path) -> Path:
 def _train(plan: Plan, works: "_Works", facts: MachineFacts, on_step: StepReporter) -> Outcome:
     folder = works.folder
     try:
-        # Delete the result of an earlier run with other settings. It must not look like the result of this run if this run fails.
-        (folder / plan.file_name).unlink(missing_ok=True)
+        # The result of an earlier run with other settings must not look like the result of this run if this run fails.
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder / plan.file_name, folder / f"{plan.file_name}{PREVIOUS}")
         result = _run_command(plan, folder, on_step) if plan.command else _run_stack(plan, works, facts, on_step)
         result = replace(result, plan_sha256=plan.digest)
         write_result(result, folder)

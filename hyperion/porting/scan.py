@@ -7,6 +7,7 @@ source in a Python string is searched with the C++ rules.
 
 import ast
 import functools
+import io
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment
 
 from hyperion.errors import HyperionError
-from hyperion.untrusted import printable
+from hyperion.untrusted import printable, read_bounded
 
 GRADES = ("unchanged", "hipify", "rewrite")
 PYTHON, CPP, BUILD = "python", "cpp", "build"
@@ -108,29 +109,44 @@ def scan(path: Path) -> tuple[list[Finding], list[str]]:
         The findings, ordered by file and line, and an error message for each file that could not be scanned.
 
     Raises:
-        HyperionError: the path does not exist, or it is a file of a type that has no rules.
+        HyperionError: the path does not exist, or it is a file of a type that has no rules, or a folder without source files.
     """
     if not path.exists():
         raise HyperionError(f"{path} does not exist", where=path, next_step="name a file or a folder with source code")
-    if path.is_file() and _language_of(path) is None:
+    if not path.is_dir() and _language_of(path) is None:
         raise HyperionError(f"{path.name} is no source file that the rules know", where=path, next_step="name a folder")
-    findings, problems = [], []
-    for file in [path] if path.is_file() else _files(path):
+    findings: list[Finding] = []
+    problems: list[str] = []
+    files = list(_files(path, problems)) if path.is_dir() else [path]
+    for file in files:
         try:
             findings += _scan_file(file)
-        except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
-            problems.append(f"{file}: {printable(str(error))}")
+        # The parsers of foreign files raise exceptions of many kinds, also MemoryError and RecursionError for deep expressions.
+        except Exception as error:
+            problems.append(f"{file}: {_first_line(error)}")
+    if not files and not problems:
+        raise HyperionError("the folder has no source file that the rules know", where=path, next_step="name another folder")
     return findings, problems
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
+def _files(folder: Path, problems: list[str]) -> Iterator[Path]:
+    """Yield the source files of a folder and its subfolders. Subfolders that cannot be read are added to `problems`."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        problems.append(f"{folder}: {_first_line(error)}")
+        return
+    for entry in entries:
         if entry.is_symlink() or entry.name in _LEFT_OUT:
             continue
         if entry.is_dir():
-            yield from _files(entry)
+            yield from _files(entry, problems)
         elif _language_of(entry) is not None:
             yield entry
+
+
+def _first_line(error: Exception) -> str:
+    return printable(str(error).partition("\n")[0] or type(error).__name__)
 
 
 def _language_of(path: Path) -> tuple[str, str] | None:
@@ -141,9 +157,9 @@ def _language_of(path: Path) -> tuple[str, str] | None:
 
 
 def _scan_file(path: Path) -> list[Finding]:
-    if path.stat().st_size > _LARGEST_BYTES:
-        raise ValueError(f"larger than {_LARGEST_BYTES >> 20} MiB, so probably generated")
-    text = path.read_text("utf-8")
+    content = read_bounded(path, HyperionError, "scan a part of it; larger files are usually generated", _LARGEST_BYTES)
+    # Some editors write a byte order mark. Line ends of other systems become "\n".
+    text = io.StringIO(content.decode("utf-8-sig"), newline=None).read()
     if path.suffix != ".ipynb":
         return scan_text(text, str(path))
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]

@@ -197,6 +197,7 @@ def execute(
             on_start=starts,
             parameters=parameters,
             kernel_name=KERNEL,
+            language="python",  # a notebook that was not written by Jupyter may not state it
             progress_bar=False,
             autosave_cell_every=0,
             stdout_file=LineFilter(on_line, announced),

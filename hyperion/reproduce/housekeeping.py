@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hyperion.data.prepare.verify import REASON_FILE
 from hyperion.data.store.folders import QUARANTINE, WORKING, sha256_of, strangers
+from hyperion.engines.environments import is_environment
 from hyperion.errors import HyperionError
 from hyperion.paths import is_checkout
 from hyperion.reproduce.runs import in_use
@@ -31,6 +32,7 @@ _TRACES = ("step_trace.json.gz", "memory_snapshot.pickle", "kernels.csv")  # nam
 _TURNS = re.compile(r"turns/turn-\d+/(go|stop|ready-\d+-of-\d+)")
 _SETTLED_S = 3600.0  # a run that changed within this many seconds may still be in use
 _STORES = ("raw", "processed")
+_FRAMEWORKS = "frameworks"  # environments of frameworks, which pip filled
 _IN_STORES = ("hub", QUARANTINE)
 _QUARANTINED = re.compile(r".+\.[0-9a-f]{8}")
 _SHOWN = 20
@@ -57,7 +59,12 @@ def removable(root: Path, results: Path, data: Path, *, runs: bool = False, stag
     if staged_data and data.is_dir():
         for entry in sorted(path for path in data.iterdir() if path.name != "README.md"):
             found.append(entry)
-            foreign += _foreign_in_store(entry) if entry.name in _STORES else [entry]
+            if entry.name in _STORES:
+                foreign += _foreign_in_store(entry)
+            elif entry.name == _FRAMEWORKS and _is_folder(entry):
+                foreign += [path for path in sorted(entry.iterdir()) if not is_environment(path)]
+            else:
+                foreign.append(entry)
     if foreign:
         shown = [str(path) for path in foreign[:_SHOWN]]
         if len(foreign) > _SHOWN:

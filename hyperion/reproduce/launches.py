@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hyperion.chapter.chapter import open_chapter
-from hyperion.chapter.profiles import default_profile
+from hyperion.chapter.profiles import REPLAY, default_profile
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.paths import project_root, reference_folder
@@ -47,8 +47,14 @@ def measure_launches(
         on_line: called with each line of output.
 
     Raises:
-        HyperionError: an experiment does not exist, or its measurement failed.
+        HyperionError: an experiment does not exist, its measurement failed, or the profile is replay.
     """
+    if profile.partition(":")[0] == REPLAY:
+        raise HyperionError(
+            f"the profile {profile!r} measures nothing, so its launches would be copies of one run",
+            where="--profile or PROFILE",
+            next_step="use smoke, full, study or auto",
+        )
     pairs = [(notebook_of(experiment), experiment) for experiment in experiments]
     chosen = default_profile(detect().kind) if profile == "auto" else profile
     for number in range(1, count + 1):

@@ -413,7 +413,7 @@ def _write_error(error: OSError, path: Path) -> StoreError:
         action="cannot write",
         unchanged="nothing was changed",
         where=path,
-        elsewhere="name another folder with HYPERION_RESULTS=/some/folder",
+        elsewhere="name another folder (for runs: HYPERION_RESULTS=/some/folder)",
     )
 
 

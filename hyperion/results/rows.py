@@ -9,7 +9,7 @@ import numbers
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from hyperion.errors import HyperionError, is_finite_number
@@ -281,6 +281,23 @@ class Row:
         if not condition:
             where = f"{self.notebook} / {self.experiment} / {self.variant} {self.dtype} {self.params}".strip()
             raise RowError(f"row of {self.metric} {fault}", where=where, next_step=next_step)
+
+
+def make_row(**columns: Any) -> Row:
+    """Return a row with the given columns.
+
+    Raises:
+        RowError: rows do not have one of the columns.
+    """
+    known = [column.name for column in fields(Row)]
+    for name in columns:
+        if name not in known:
+            raise RowError(
+                f"rows have no column {name!r}",
+                where=f"{columns['notebook']} / {columns['experiment']} / {columns['variant']}: row of {columns['metric']}",
+                next_step=f"state it in params, as params={{{name!r}: …}}, or use one of the columns {', '.join(known)}",
+            )
+    return Row(**columns)
 
 
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")

@@ -637,6 +637,13 @@ def find_run(name: str) -> Path:
         if (place / "run.json").is_file():
             # The link `latest` may change while a command runs, so it is resolved once.
             return place.resolve()
+    for place in places:
+        if inside := sorted(path.parent.name for path in place.glob(f"*/{RUN}")):
+            raise HyperionError(
+                f"{name!r} is a folder of {len(inside)} runs, and this command needs one run",
+                where=place,
+                next_step=f"name one of them, such as {place / inside[0]}",
+            )
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
         f"no run {name!r}",

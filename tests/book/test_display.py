@@ -109,6 +109,13 @@ def test_a_result_without_rows_is_refused(run, shown):
         display.show(Result(), run)
 
 
+def test_a_figure_that_the_experiment_does_not_have_is_refused_by_name(run, material, shown):
+    rows = [row for row in material.rows if row.experiment == "gemm"]
+    with pytest.raises(HyperionError, match="'gemm' has no figure 'gem'") as refusal:
+        display.show(Result(rows), run, figures=["gem"])
+    assert "gemm" in (refusal.value.next_step or "")
+
+
 def test_outside_a_notebook_plain_text_is_printed(material, capsys):
     display.banner("REPLAY")
     display.teach("best: {best.value}", best=material.of("gemm", metric="gemm_tflops")[0])

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import types
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -20,7 +21,7 @@ from hyperion.book.outline import banner, headlines, picture, sections
 from hyperion.book.plots import all_plots, draw, results_folder
 from hyperion.book.report import comparison_table, reference_machines, report_page, write_report
 from hyperion.errors import HyperionError
-from hyperion.figures.material import Material
+from hyperion.figures.material import Material, Plot
 from hyperion.figures.style import styled
 from hyperion.figures.tables import INTERVAL, LAUNCHES_INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
 from hyperion.paths import reference_folder
@@ -61,6 +62,21 @@ def test_an_unknown_figure_is_refused_with_the_names(material):
     with pytest.raises(HyperionError, match="no figure 'gem'") as refusal:
         draw("gem", material)
     assert "gemm" in refusal.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("plots", "says"),
+    [
+        ((Plot("losses", "gem", "", print),), "'losses' in PLOTS belongs to 'gem', which is no experiment"),
+        (Plot("losses", "gemm", "", print), r"PLOTS is Plot\("),
+    ],
+)
+def test_a_figure_that_no_page_would_show_is_refused(monkeypatch, plots, says):
+    module = types.SimpleNamespace(PLOTS=plots)
+    monkeypatch.setattr("hyperion.chapter.subjects.Subject.figures", property(lambda subject: module))
+    with pytest.raises(HyperionError, match=says) as refusal:
+        all_plots()
+    assert refusal.value.where.name == "figures.py"
 
 
 def with_refused_values(material: Material, every: bool) -> Material:
@@ -166,6 +182,7 @@ def test_tables_are_well_formed_and_details_closed(reference_files):
         lines = block.replace("\\|", "").splitlines()
         assert len({line.count("|") for line in lines}) == 1 and set(lines[1]) <= set("|-: ")
     assert "unsupported: torch.mm takes no fp8" in page and "2.11.0+cu128" in page
+    assert "[docs/headlines.md](../../../docs/headlines.md) lists" in page
 
 
 def test_the_page_says_synthetic(cpu_run, cpu_material):

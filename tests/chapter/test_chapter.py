@@ -224,6 +224,9 @@ def test_a_row_that_is_malformed_is_an_error_and_nothing_is_stored(tmp_path, mon
         (lambda context: None, "'gemm' returned NoneType, not a Result"),
         (lambda context: Result([], pd.DataFrame({"x": [1.0]})), "'gemm' returned no rows"),
         (lambda context: Result([context.row("a", "count", 1.0)], {"x": [1.0]}), "'gemm' returned samples of type dict"),
+        (lambda context: Result(context.row("a", "count", 1.0), pd.DataFrame({"x": [1.0]})), "rows are Row, not a list of Row"),
+        (lambda context: Result([{"value": 1.0}], pd.DataFrame({"x": [1.0]})), "rows are a list with dict, not of Row"),
+        (lambda context: Result([context.row("a", "count", 1.0, batch=8)], pd.DataFrame()), "rows have no column 'batch'"),
     ],
 )
 def test_what_an_experiment_returned_is_refused_by_its_name_if_it_cannot_be_stored(tmp_path, monkeypatch, returned, says):
@@ -233,6 +236,17 @@ def test_what_an_experiment_returned_is_refused_by_its_name_if_it_cannot_be_stor
     with pytest.raises(HyperionError, match=says):
         chapter.run("gemm")
     assert chapter.results.finished(NOTEBOOK, "gemm") is None
+
+
+@pytest.mark.parametrize(
+    ("found", "says"), [(None, "NoneType, not a list of Forecast"), ([1.0], "a list with float, not of Forecast")]
+)
+def test_what_a_forecast_returned_is_refused_by_the_name_of_its_experiment(tmp_path, monkeypatch, found, says):
+    experiment = Experiment(lambda context: found, lambda context, report: None)
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    with pytest.raises(HyperionError, match=f"the forecast of the experiment 'gemm' returned {says}"):
+        chapter.predict("gemm")
 
 
 def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):

@@ -109,7 +109,7 @@ def test_the_power_is_that_of_the_time_of_the_experiment(run, monkeypatch):
 @pytest.mark.parametrize("option", ["--csv", "--plot"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_command_runs(option, tmp_path):
     ran = tmp_path / "ran"
-    result = CliRunner().invoke(app, ["monitor", option, str(tmp_path / "absent/file"), "--", "touch", str(ran)])
+    result = CliRunner().invoke(app, ["monitor", option, str(tmp_path / "absent/file.png"), "--", "touch", str(ran)])
     assert isinstance(result.exception, FileNotFoundError) and not ran.exists()
 
 
@@ -118,3 +118,14 @@ def test_a_run_without_rates_takes_neither_the_summary_nor_the_readings(tmp_path
     result = CliRunner().invoke(app, ["monitor", "--run", str(tmp_path / "none"), "--csv", str(readings), "--", "true"])
     assert isinstance(result.exception, HyperionError)
     assert "the monitor used" in result.output and readings.read_text().startswith("time_s,")
+
+
+def test_the_exit_code_of_a_command_that_failed_is_kept_if_its_run_has_no_rates(tmp_path):
+    result = CliRunner().invoke(app, ["monitor", "--run", str(tmp_path / "none"), "--", "sh", "-c", "exit 7"])
+    assert result.exit_code == 7 and "no energy per token: no run" in result.output
+
+
+def test_a_picture_of_another_format_is_refused_before_the_command_runs(tmp_path):
+    ran = tmp_path / "ran"
+    result = CliRunner().invoke(app, ["monitor", "--plot", str(tmp_path / "readings.pdf"), "--", "touch", str(ran)])
+    assert "does not end in .png" in str(result.exception) and not ran.exists()

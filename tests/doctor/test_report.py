@@ -267,11 +267,26 @@ def test_a_log_that_an_option_does_not_read_is_refused(option):
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--json", "--fit", "step.py"], "--fit prints no JSON"),
+        (["--json", "--harness"], "--harness prints no JSON"),
+        (["--numerics", "--floors"], "--numerics and --floors are given together"),
+        (["--preflight", "training", "--json", "--fit", "step.py"], "--preflight and --fit are given together"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, says):
+    done = CliRunner().invoke(app, ["doctor", *options])
+    assert isinstance(done.exception, HyperionError) and done.exception.what == says
+
+
+@pytest.mark.parametrize(
     ("text", "line", "says"),
     [
         ("def step(batch):\n    raise ValueError('mine')\n", ":2", "ValueError: mine"),
         ("\n\nimport no_such_module\n", ":3", "ModuleNotFoundError"),
         ("def step(:\n", "", "SyntaxError"),
+        ("import sys\ndef step(batch):\n    sys.exit(0)\n", ":3", "SystemExit: 0"),
     ],
 )
 def test_a_program_that_fails_for_another_reason_than_memory_is_named_with_its_line(tmp_path, text, line, says):
@@ -289,4 +304,7 @@ def test_preflight_and_fit_end_with_their_exit_codes(monkeypatch, tmp_path):
     assert "host memory: found 4.2 GiB, needed 8 GiB" in CliRunner().invoke(app, ["doctor", "--preflight", "inference"]).output
     (tmp_path / "step.py").write_text("def step(batch):\n    if batch > 6: raise MemoryError\n")
     done = CliRunner().invoke(app, ["doctor", "--fit", str(tmp_path / "step.py")])
-    assert done.exit_code == 0 and "the largest batch that fits: 6" in done.output
+    assert done.exit_code == 0 and "the largest batch that fits: 6 (" in done.output
+    (tmp_path / "step.py").write_text("def step(batch):\n    pass\n")
+    done = CliRunner().invoke(app, ["doctor", "--fit", str(tmp_path / "step.py")])
+    assert "the largest batch that fits: 65536 or more, which were not tried" in done.output

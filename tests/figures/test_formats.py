@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.figures.material import byte_size, interval, items, number, number_within, percent, quoted_value
+from hyperion.figures.material import byte_size, interval, items, number, number_within, percent, quoted_value, signed_number
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,12 @@ def test_the_interval_decides_the_digits():
 def test_percent_and_items():
     assert percent(0.7904) == "79.0" and percent(0.215, signed=True) == "+21.5" and percent(None) == ""
     assert [items(n) for n in (512, 1500, 20_000_000)] == ["512", "1.5 k", "20 M"]
+
+
+def test_a_number_that_rounds_to_zero_has_no_sign():
+    assert [percent(value, signed=True) for value in (-4e-4, -0.0, 4e-4)] == ["0.0"] * 3 and percent(-4e-4) == "0.0"
+    assert [signed_number(value, 0) for value in (-0.4, 0.4, -0.6, 0.6)] == ["0", "0", "-1", "+1"]
+    assert number(-0.0) == "0" and interval(2000.0, -0.4, 4000.0) == "0 – 4,000"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,10 @@ def test_list_names_the_combinations_and_why_one_is_unavailable():
     assert "prim: unavailable: " in done.output
 
 
+def test_the_command_of_a_framework_that_needs_no_folder_is_shown_without_one():
+    assert "nemo llama runs: " in command("run", "--frameworks", "nemo", "--model", "llama", "--dry-run").output
+
+
 def test_a_full_model_without_a_gpu_is_unavailable(tmp_path):
     import torch
 
@@ -105,6 +109,9 @@ def test_compare_writes_the_files_that_the_configuration_names(tmp_path):
     done = command("compare", "--results-dir", str(tmp_path), "--frameworks", "deepspeed", "--output", str(tmp_path / "b/c.png"))
     assert "FRAMEWORKS=" not in command("compare", "--help").output  # it selects what is trained, not what is compared
     assert done.exit_code == 0 and (tmp_path / "b/c.png").is_file() and (tmp_path / "b/comparison_report.md").is_file()
+    for name in ("c.pdf", "comparison_report.md"):  # the report would replace a picture of this name
+        done = command("compare", "--results-dir", str(tmp_path), "--output", str(tmp_path / name))
+        assert isinstance(done.exception, HyperionError) and "does not end in .png" in str(done.exception)
 
 
 def test_compare_shows_the_price_of_tokens_only_if_the_user_states_prices(tmp_path):
@@ -145,6 +152,8 @@ def test_extract_validate_and_migrate(tmp_path):
     assert command("validate", *map(str, (tmp_path / "new").glob("*.json"))).exit_code == 0
     done = command("validate", "--migrate", str(old), "--set", "dataset=x/../../pwned", "--output-dir", str(tmp_path / "new"))
     assert done.exit_code == 1 and "dataset must consist of" in done.output and not list(tmp_path.rglob("*pwned*"))
+    done = command("validate", str(file), "--set", "precision=bf16")
+    assert "do nothing without --migrate" in str(done.exception)
     with pytest.raises(HyperionError, match="sets nothing"):
         CliRunner().invoke(app, ["validate", "--migrate", str(old), "--set", "color=red"], catch_exceptions=False)
 
@@ -293,6 +302,8 @@ def test_scripts_pass_on_the_exit_code_and_the_error(tmp_path):
     assert done.returncode == 2 and "no file train_*.json" in done.stderr
     done = script("train_amd_prim_llama.sh", PYTHON="/bin/false")
     assert done.returncode == 2 and "lacks the packages of Hyperion" in done.stderr and "make setup" in done.stderr
+    done = script("train_amd_prim_llama.sh", PYTHON=str(tmp_path / "absent"))
+    assert done.returncode == 2 and f"PYTHON={tmp_path / 'absent'} is no program" in done.stderr
 
 
 @pytest.mark.book

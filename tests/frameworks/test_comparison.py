@@ -74,7 +74,7 @@ def test_the_platform_is_that_of_the_content_and_filters_select(tmp_path):
     assert len(load_results(folder, ["amd,nvd"])) == 4
     with pytest.raises(HyperionError, match="no result is selected") as error:
         load_results(folder, ["cpu"])
-    assert "nvd tran llama" in error.value.what
+    assert "nvd tran llama" in error.value.what and "--platform" in (error.value.next_step or "")
     with pytest.raises(HyperionError, match="no file"):
         load_results(tmp_path / "absent")
 

@@ -74,7 +74,7 @@ def changed(place: tuple[str, ...], tmp_path: Path) -> dict:
         (tmp_path / place[-1]).mkdir()
         other = str(tmp_path / place[-1])
     elif isinstance(value, str):
-        other = value + "x"
+        other = "x" + value
     else:
         other = 2 * value
     assert other != value
@@ -155,6 +155,7 @@ def test_the_shipped_file_states_every_key_with_its_default():
         ("comparison: {price_per_gpu_hour: {cpu: 1}}", "unknown field config.comparison.price_per_gpu_hour.cpu"),
         ('comparison: {price_source: "a\\nb"}', "config.comparison.price_source must match pattern"),
         ("comparison: {plot: ..}", "config.comparison.plot must match pattern"),
+        ("comparison: {plot: compare.pdf}", "config.comparison.plot must match pattern"),
         ("- a", "config"),
         ("a: [", "not a valid YAML document"),
         ("training: {sizes: {global_batch_size: true}}", "global_batch_size must be a valid integer, not True"),

@@ -19,8 +19,9 @@ from hyperion.frameworks.parallelism import PRESETS
 from hyperion.frameworks.plan import Plan, resolve
 from hyperion.frameworks.progress import EVENTS, Progress, read_events
 from hyperion.frameworks.result import read_result
-from hyperion.frameworks.run import exit_code, log_file, run_plans
+from hyperion.frameworks.run import PREVIOUS, exit_code, log_file, run_plans
 from hyperion.processes import JobError, process_group
+from hyperion.results import StoreError
 from tests.frameworks.results import machine
 
 CPU = machine("cpu")
@@ -162,12 +163,24 @@ def test_a_finished_run_is_resumed_and_other_settings_run_again(launched, tmp_pa
     assert damaged.state == "trained" and len(launched.names) == 4
 
 
-def test_a_failed_run_does_not_leave_the_file_of_other_settings(launched, tmp_path):
+def test_a_failed_run_moves_the_file_of_other_settings_aside(launched, tmp_path):
     list(run_plans([plan("tran")], tmp_path, CPU))
+    (file,) = tmp_path.glob("*.json")
+    earlier = file.read_bytes()
     launched.failing["HF Trainer"] = JobError("no memory")
     other = replace(Config(), training=replace(Config().training, seed=1))
     (outcome,) = run_plans([plan("tran", config=other)], tmp_path, CPU)
     assert outcome.failed and list(tmp_path.glob("*.json")) == []
+    assert (tmp_path / f"{file.name}{PREVIOUS}").read_bytes() == earlier
+    list(run_plans([plan("tran")], tmp_path, CPU))  # fails too, and there is no file to move
+    assert (tmp_path / f"{file.name}{PREVIOUS}").read_bytes() == earlier
+
+
+def test_a_folder_that_cannot_be_written_ends_the_call_before_the_first_run(launched, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write"):
+        list(run_plans([plan("tran")], tmp_path / "file", CPU))
+    assert launched.names == []
 
 
 @pytest.mark.parametrize(

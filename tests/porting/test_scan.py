@@ -1,6 +1,7 @@
 """The scanner for CUDA-only constructs, against a corpus that someone else labelled without knowing the rules."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -75,6 +76,34 @@ def test_a_folder_is_scanned_with_its_notebooks_and_what_cannot_be_read_is_named
     assert len(problems) == 1 and "bad.py" in problems[0]
 
 
+def test_files_that_no_parser_accepts_are_named_and_the_others_are_scanned(tmp_path):
+    (tmp_path / "a.ipynb").write_text("[]")
+    (tmp_path / "b.ipynb").write_text('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "code"}]}')
+    (tmp_path / "c.py").write_text("-" * 100_000 + "1")
+    os.mkfifo(tmp_path / "d.py")
+    (tmp_path / "e.py").write_bytes(b" " * ((4 << 20) + 1))
+    (tmp_path / "f.py").write_bytes(b"\xef\xbb\xbfimport os\r\nimport apex\r\n")  # as editors on Windows write it
+    findings, problems = scan(tmp_path)
+    assert [(Path(one.path).name, one.line) for one in findings] == [("f.py", 2)]
+    assert [Path(problem.partition(":")[0]).name for problem in problems] == ["a.ipynb", "b.ipynb", "c.py", "d.py", "e.py"]
+    assert "MemoryError" in problems[2] and "pipe" in problems[3] and "larger than 4 MiB" in problems[4]
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_the_others_are_scanned(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "good.py").write_text("import apex\n")
+    listed = Path.iterdir
+
+    def iterdir(folder):
+        if folder.name == "closed":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    findings, problems = scan(tmp_path)
+    assert len(findings) == 1 and len(problems) == 1 and "Permission denied" in problems[0]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -102,3 +131,6 @@ def test_the_command_has_exit_codes_and_json(tmp_path):
         (tmp_path / "a.txt").write_text("")
         with pytest.raises(HyperionError, match=text):
             scan(wrong)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HyperionError, match="has no source file"):
+        scan(tmp_path / "empty")

@@ -43,6 +43,9 @@ def checkout(tmp_path, monkeypatch):
             (work / "records/train.bin").write_bytes(bytes(100))
             write_manifest(work, name=name, source="mirror", detail="")
     (tmp_path / "data/README.md").write_text("")
+    for name in ("fabric-0123456789ab", "megatron-core-0123456789ab"):
+        (tmp_path / "data/frameworks" / name / "lib").mkdir(parents=True)
+        (tmp_path / "data/frameworks" / name / "pyvenv.cfg").touch()
     return tmp_path
 
 
@@ -57,7 +60,7 @@ def everything(folder: Path) -> set[Path]:
 
 CACHES = {".pytest_cache", "hyperion/x/__pycache__", "phase1_hardware/.ipynb_checkpoints"}
 RUNS = {"results/old", "results/latest", "results/relaunch", "results/h200-launches"}
-DATA = {"data/raw", "data/processed"}
+DATA = {"data/raw", "data/processed", "data/frameworks"}
 
 
 def test_caches_go_and_runs_and_data_only_when_asked(checkout):
@@ -82,6 +85,9 @@ def test_caches_go_and_runs_and_data_only_when_asked(checkout):
         ("data/raw/wikitext-2/records/thesis.tex", "staged_data"),
         ("data/processed/wikitext-2-0123/thesis.tex", "staged_data"),
         ("data/raw/quarantine/thesis.tex", "staged_data"),
+        ("data/frameworks/thesis.tex", "staged_data"),
+        ("data/frameworks/mine-0123456789ab/pyvenv.cfg", "staged_data"),
+        ("data/frameworks/fabric/pyvenv.cfg", "staged_data"),
         ("results/old/thesis.tex", "runs"),
         ("results/old/samples/thesis.tex", "runs"),
         ("results/old/checkpoints/n.e/0123/seed-0/step-best/model.safetensors", "runs"),

@@ -14,7 +14,7 @@ from hyperion.errors import HyperionError
 from hyperion.reproduce import launches as module
 from hyperion.reproduce import publishing
 from hyperion.reproduce.launches import measure_launch, measure_launches, notebook_of, publish_launches
-from hyperion.results import Row, Run, find_runs, verify_run
+from hyperion.results import Row, Run, find_run, find_runs, verify_run
 from hyperion.results.execution import LEDGER
 
 
@@ -96,12 +96,17 @@ def test_a_folder_of_launches_has_a_name_on_the_command_line(five, tmp_path, mon
     assert find_runs("h200-launches/2") == [five[1]]
     with pytest.raises(HyperionError, match="no run 'absent'"):
         find_runs("absent")
+    with pytest.raises(HyperionError, match="'h200-launches' is a folder of 5 runs") as refusal:
+        find_run("h200-launches")
+    assert str(five[0]) in (refusal.value.next_step or "")
 
 
 def test_each_launch_is_a_job_with_the_notebook_of_each_experiment(tmp_path, monkeypatch):
     jobs = []
     monkeypatch.setattr(module, "run_job", lambda job, on_line: jobs.append(job))
     measure_launches(tmp_path, ["gemm", "language_training_speed"], 5, profile="smoke")
+    with pytest.raises(HyperionError, match="measures nothing"):
+        measure_launches(tmp_path / "copies", ["gemm"], 5, profile="replay:h200x2")
     assert [Path(job.params["folder"]).name for job in jobs] == ["1", "2", "3", "4", "5"]
     pairs = [("01_hardware_exploration", "gemm"), ("02_core_framework", "language_training_speed")]
     assert all((job.function, job.params["pairs"]) == (measure_launch, pairs) for job in jobs)

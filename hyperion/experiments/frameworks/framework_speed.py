@@ -24,6 +24,7 @@ from hyperion.engines.work import WEIGHTS
 from hyperion.errors import not_none
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
 from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
+from hyperion.figures.material import signed_number
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure.steps.step_parts import IDLE, PARTS, Kernel, StepParts
 from hyperion.models.llama import LlamaShape, llama_flops_per_token, random_llama_shape
@@ -154,7 +155,7 @@ def part_table(rows: Sequence[Row]) -> pd.DataFrame:
     times, differences = (_by_framework(rows, metric) for metric in ("part_time_s", "part_difference_s"))
     columns = {name: {part: f"{1e3 * seconds:.2f}" for part, seconds in parts.items()} for name, parts in times.items()}
     if name := _fastest(rows):
-        columns[f"{name} - {PLAIN}"] = {part: f"{1e3 * seconds:+.2f}" for part, seconds in differences[name].items()}
+        columns[f"{name} - {PLAIN}"] = {part: signed_number(1e3 * seconds, 2) for part, seconds in differences[name].items()}
     return pd.DataFrame(columns).rename_axis("part").reset_index()
 
 

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, measured, memory_unit
+from hyperion.figures.material import Material, Plot, measured, memory_unit, signed_number
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
@@ -147,7 +147,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
         # The label is below its mark, or above it if another mark is there.
         below = any(0 < share - y < 0.15 and abs(x - longer) < 0.1 * (right - 0.8) for x, y in marks)
         offset, side = ((0, 8), "bottom") if below else ((0, -8), "top")
-        write_at(axes, f"{100 * (share - 1):+.0f} %", (longer, share), offset, ha="center", va=side, fontsize=8)
+        write_at(axes, f"{signed_number(100 * (share - 1), 0)} %", (longer, share), offset, ha="center", va=side, fontsize=8)
     dtypes = ", ".join(dict.fromkeys(_dtype_of(rows, model) for model in models))
     axes.set_title(f"Relative to no checkpointing ({dtypes})")
 
@@ -197,7 +197,7 @@ def memory_estimate(material: Material) -> Figure | None:
     right.set(xlabel="error of the prediction [%]; grey: within 10 %", xlim=(-reach, reach), yticks=places)
     right.set_yticklabels([])
     for place, error in zip(places, errors, strict=True):
-        write_at(right, f"{error:+.2f}", (max(error, 0), place), (4, 0), va="center", fontsize=8)
+        write_at(right, signed_number(error, 2), (max(error, 0), place), (4, 0), va="center", fontsize=8)
     for axes in (left, right):
         axes.grid(axis="y", visible=False)
         axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, Quote, best_rows, measured, memory_unit, number, select
+from hyperion.figures.material import Material, Plot, Quote, best_rows, measured, memory_unit, number, percent, select, signed_number
 from hyperion.figures.style import (
     COLOURS,
     GRID,
@@ -248,13 +248,13 @@ def _change_of_time(speedup: Row | None) -> str:
         return ""
     # Time is the inverse of speed, so the lower end of one interval gives the upper end of the other.
     value, low, high = (100 * (1 / not_none(ratio) - 1) for ratio in (speedup.value, speedup.ci_high, speedup.ci_low))
-    return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    return f"{signed_number(value, 1)} % [{signed_number(low, 1)}, {signed_number(high, 1)}]"
 
 
 def _change_of_memory(before: Step | None, step: Step) -> str:
     if before is None or before.memory is None or step.memory is None or before.memory.metric != step.memory.metric:
         return ""
-    return f"{100 * (not_none(step.memory.value) / not_none(before.memory.value) - 1):+.1f} %"
+    return f"{percent(not_none(step.memory.value) / not_none(before.memory.value) - 1, signed=True)} %"
 
 
 def _change_of_loss(row: Row | None) -> str:

@@ -16,6 +16,7 @@ from hyperion.hardware.telemetry import BUSY
 from hyperion.measure.api.outputs import Difference
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
 from hyperion.results import Estimate, Row, ratio_estimate
+from hyperion.results.rows import make_row
 from hyperion.results.statistics import CONFIDENCE
 from hyperion.units import GIB, KIB, MIB
 
@@ -49,7 +50,7 @@ class Answer:
             columns: other columns of the row.
         """
         given = dict(place)
-        row = Row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
+        row = make_row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
         row.validate()
         return row
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyperion.errors import HyperionError
+from hyperion.figures.material import signed_number
 from hyperion.hardware import Device
 from hyperion.hardware.specs import Ceilings
 from hyperion.measure.api.answers import Answer, estimate_text, interval_of, seconds_text
@@ -114,7 +115,7 @@ class Explanation(Answer):
         unprofiled = self.estimate.value
         return (
             f"shares are from {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each); times are "
-            f"scaled to the unprofiled step; the profiler costs {100 * (self.profiled_step_s / unprofiled - 1):+.0f} %"
+            f"scaled to the unprofiled step; the profiler costs {signed_number(100 * (self.profiled_step_s / unprofiled - 1), 0)} %"
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> list[Row]:
