@@ -134,6 +134,8 @@ def _error_of(predicted: float, row: Row) -> str:
         return "inside the 95 % interval" if inside else f"too {direction}"
     if predicted / measured >= _FACTOR:
         return f"{predicted / measured:.3g} times the measured value"
+    if predicted == measured:  # a count, for example
+        return "correct"
     error = 100 * abs(predicted - measured) / abs(measured)
     return f"{error:.0f} % too {direction}" if error >= 0.5 else "within 0.5 %"
 
@@ -175,7 +177,8 @@ def show_predictions(predictions: pd.DataFrame) -> None:
     if predictions.empty:
         print("The library makes no prediction for this experiment on this device.")
         return
-    show_table(prediction_table(predictions), "Predictions, stored before the first measurement")
+    caption, table = prediction_table(predictions)
+    show_table(table, caption)
     for sentence in prediction_basis(predictions):
         _display({"text/markdown": f"*{markdown_text(sentence)}*", "text/plain": sentence})
 

@@ -399,6 +399,8 @@ def quoted_value(value: float, unit: str) -> str:
         return f"{100 * value:.2g} %" if abs(value) >= 1e-5 else f"{value:.1e}"
     if unit == "B" and abs(value) >= 1e6:
         return f"{number(value / 1e6)} MB"
+    if unit == "items" and value == 1:
+        return "1 item"
     shown = f"{number(value / 1e6)} M" if abs(value) >= 1e6 else number(value)
     return shown + {"1": "", "perplexity": "", "ratio": " ×"}.get(unit, f" {unit}")
 

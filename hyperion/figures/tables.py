@@ -5,7 +5,8 @@ dtype and its params. A property in which the rows differ is a column. A propert
 """
 
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ LAUNCHES_INTERVAL = "95 % interval over launches"
 # Experiments that start new processes for each trial or launch. `hyperion doctor` runs `comparison`.
 _OVER_PROCESSES = {"comparison": TRIALS_INTERVAL, "framework_speed": LAUNCHES_INTERVAL}
 PREDICTED_INTERVAL = "80 % interval of the prediction"
+_NUMBER = re.compile(r"[+-]?\d[\d,.]*(e[+-]?\d+)?(?!\w)")
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
@@ -113,11 +115,15 @@ def interval_header(rows: Iterable[Row]) -> str:
 
 def shared_identity(rows: Iterable[Row]) -> str:
     """Return the dtype and the params that all rows share, for a caption, such as "cache cold · dtype fp32"."""
-    identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
-    shared = [c for c in identity if len(set(identity[c].map(text_of))) == 1 and text_of(identity[c].iloc[0])]
+    return _shared([_identity(row) for row in rows])
+
+
+def _shared(identities: Sequence[dict]) -> str:
+    identity = pd.DataFrame(identities, dtype=object).map(text_of)
+    shared = [column for column in identity if identity[column].nunique() == 1 and identity[column].iloc[0]]
     # A caption shows no hashes, because readers cannot use them. They are in rows.csv.
     shown = [column for column in shared if column != "variant" and not column.endswith("sha256")]
-    return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in shown)
+    return " · ".join(f"{column} {identity[column].iloc[0]}" for column in shown)
 
 
 def unit_mark(unit: str) -> str:
@@ -314,23 +320,24 @@ def text_of(value: Any) -> str:
 
 
 def _numeric(column: pd.Series) -> bool:
-    """Return True if all cells of a column begin like numbers. Empty cells and "none" are ignored.
+    """Return True if all cells of a column begin with numbers. Empty cells and "none" are ignored.
 
-    A cell with a semicolon is a sentence, such as "54 samples; an interval of this percentile needs 72".
+    Names such as "1F1B" and "--fp16" are text. A cell with a semicolon is a sentence, such as "54 samples; an interval of this
+    percentile needs 72".
     """
     cells = [str(cell) for cell in column if str(cell) not in ("", "none")]
-    return bool(cells) and all(cell[0] in "+-0123456789" and ";" not in cell for cell in cells)
+    return bool(cells) and all(_NUMBER.match(cell) and ";" not in cell for cell in cells)
 
 
 def _right(numeric: bool) -> str:
     return ' class="number"' if numeric else ""
 
 
-def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with one line per prediction: variant and params, the reader's guess, and the library's prediction.
+def prediction_table(predictions: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return a caption and a table with one line per prediction: variant and params, the guess, and the library's prediction.
 
-    Ceilings, if any, have their own column. A line without guess, prediction and ceiling is omitted, except the first, because
-    the reader guesses its value.
+    The caption states the dtype and the params that all lines share. Ceilings, if any, have their own column. A line without
+    guess, prediction and ceiling is omitted, except the first, because the reader guesses its value.
 
     Args:
         predictions: columns variant, dtype, params (dict), metric, guess, ceiling, estimate, low, high, basis.
@@ -353,10 +360,12 @@ def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
             }
         )
     identity = pd.DataFrame(identities, dtype=object).map(text_of)
-    shown = [column for column in identity if identity[column].ne("").to_numpy().any() and column != "rank"]
+    differ = [column for column in identity if identity[column].nunique() > 1 or column == "variant" and identity[column].iloc[0]]
     values = pd.DataFrame(lines)
     values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
-    return pd.concat([identity[shown], values], axis=1)
+    shared = _shared(identities)
+    caption = "Predictions, stored before the first measurement" + (f" ({shared})" if shared else "")
+    return caption, pd.concat([identity[differ], values], axis=1)
 
 
 def prediction_basis(predictions: pd.DataFrame) -> list[str]:

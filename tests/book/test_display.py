@@ -88,6 +88,7 @@ def test_a_guess_about_rows_with_more_params_or_about_zero_is_answered():
     rounded = answered_guess([predicted(guess=0.0)], [replace(exact, value=1e-15)])
     assert "You guessed 0 GB/s: correct. The library predicted 240 GB/s: too high." in rounded
     assert "You guessed 100 GB/s: 50 times the measured value." in answered_guess([predicted()], [replace(exact, value=2.0)])
+    assert "The library predicted 240 GB/s: correct." in answered_guess([predicted()], [replace(exact, value=240.0)])
     # The relative error of a prediction of 0 would be 100 % for any measured value.
     for low, high, words in ((-1.0, 5.0, "inside the 95 % interval"), (1.0, 5.0, "too low"), (-5.0, -1.0, "too high")):
         away = replace(exact, value=(low + high) / 2, ci_low=low, ci_high=high)

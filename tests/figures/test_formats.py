@@ -56,3 +56,4 @@ def test_a_fraction_too_small_for_percent_keeps_its_digits():
     fractions = (0.0, 0.25, 3.6e-4, 1.2e-6)
     assert [quoted_value(value, "fraction") for value in fractions] == ["0.0 %", "25.0 %", "0.036 %", "1.2e-06"]
     assert [quoted_value(value, "B") for value in (229_440, 1_338_368)] == ["229,440 B", "1.338 MB"]
+    assert [quoted_value(value, "items") for value in (0, 1, 17)] == ["0 items", "1 item", "17 items"]

@@ -139,7 +139,9 @@ def written(estimates, guess=None, ceiling=None):
 def test_a_column_has_one_meaning_even_if_an_experiment_has_a_param_named_what():
     predictions = written([("fp32", 1024, 0.1)], guess=None)
     predictions["params"] = [{"what": "padding"}]
-    columns = list(prediction_table(predictions).columns)
+    predictions = pd.concat([predictions, predictions.assign(params=[{"what": "cropping"}])])
+    _, table = prediction_table(predictions)
+    columns = list(table.columns)
     assert {"what", "quantity"} <= set(columns) and len(columns) == len(set(columns))
 
 
@@ -148,9 +150,20 @@ def test_a_reason_that_begins_with_a_number_is_text():
     assert html(table).count('class="number"') == 2  # the header and the cell of n
 
 
+@pytest.mark.parametrize("cell", ["3", "-0.5", "+1.2", "1,024", "0 / 0", "7e-07 / 0.00010", "0.8 to 1.1", "512 × 512", "12 %"])
+def test_numbers_are_right_aligned(cell):
+    assert html(pd.DataFrame({"column": [cell]})).count('class="number"') == 2
+
+
+@pytest.mark.parametrize("cell", ["1F1B", "--fp16", "8x", "-", "10_frameworks", "ddp"])
+def test_names_are_left_aligned(cell):
+    assert 'class="number"' not in html(pd.DataFrame({"column": [cell]}))
+
+
 def test_sizes_guess_and_estimate_stand_in_columns_of_their_own():
-    table = prediction_table(written([("fp32", 1024, 0.166153), ("fp16", 1024, None), ("fp32", 512, 0.1)], guess=0.2))
-    assert table["M, N, K"].tolist() == ["1024", "512"] and table["dtype"].tolist() == ["fp32", "fp32"]
+    caption, table = prediction_table(written([("fp32", 1024, 0.166153), ("fp16", 1024, None), ("fp32", 512, 0.1)], guess=0.2))
+    assert table["M, N, K"].tolist() == ["1024", "512"]
+    assert "dtype" not in table and "dtype fp32" in caption  # both lines share it
     assert table["quantity"].tolist() == ["gemm_tflops [TFLOPS]"] * 2
     assert table["your guess"].tolist() == ["0.2000", "none"] and table["prediction"].tolist() == ["0.1662", "0.1000"]
     assert table["80 % interval"].tolist() == ["0.08308 to 0.3323", "0.05000 to 0.2000"] and "ceiling" not in table
@@ -158,7 +171,7 @@ def test_sizes_guess_and_estimate_stand_in_columns_of_their_own():
 
 def test_a_ceiling_is_no_prediction():
     forecasts = written([("fp32", 1024, None)], ceiling=0.2)
-    table = prediction_table(forecasts)
+    _, table = prediction_table(forecasts)
     assert table["ceiling"].tolist() == ["0.2000"] and table["prediction"].tolist() == ["none"]
     assert prediction_basis(forecasts) == ["Only a ceiling: no such instructions known."]
 
@@ -177,7 +190,7 @@ def test_the_stored_ceilings_of_earlier_versions_have_a_column_of_their_own(mate
 
 
 def test_what_is_asked_stays_even_where_nothing_is_known():
-    table = prediction_table(written([("fp32", 1024, None), ("fp32", 512, None)]))
+    _, table = prediction_table(written([("fp32", 1024, None), ("fp32", 512, None)]))
     assert len(table) == 1 and table["prediction"].tolist() == ["none"]
     assert prediction_basis(written([("fp32", 1024, None)])) == ["No prediction: no such instructions known."]
 
