@@ -113,11 +113,16 @@ def test_python_blocks_run(place):
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "docs/architecture.md", "docs/references.md"])
 def test_links_and_pictures_are_there(page):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()) if not link.startswith("http")]
     assert links or page == "docs/running.md"
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_every_reference_run_is_listed():
+    listed = re.findall(r"^\| \[`([\w-]+)`\]", (ROOT / "docs" / "references.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in reference_folder().iterdir() if path.is_dir())
 
 
 @pytest.mark.slow
