@@ -11,12 +11,6 @@ _OWN = (
     Metric("export_time_s", "s", "lower", "time to export a model, and to compile the exported graph into a file"),
     Metric("kernels_per_call", "items", "lower", "kernels that one call launches; on a CPU, operators that compute"),
     Metric(
-        "error_over_tolerance",
-        "1",
-        "lower",
-        "largest error against float64, divided by a tolerance that is derived from the rounding of inputs; at most 1 passes",
-    ),
-    Metric(
         "perplexity_ratio",
         "ratio",
         "lower",

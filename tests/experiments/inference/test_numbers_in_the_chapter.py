@@ -7,9 +7,9 @@ import pytest
 
 import hyperion
 from hyperion.chapter import load_profile
-from hyperion.experiments.inference.architectures import ARCHITECTURES
+from hyperion.experiments.coverage.architectures import ARCHITECTURES
+from hyperion.experiments.coverage.operator_suite import KIND_OF, LAYERS
 from hyperion.experiments.inference.decode_speed import DecodeSpeedOptions
-from hyperion.experiments.inference.operator_suite import KIND_OF, LAYERS
 from hyperion.experiments.inference.qlora import _parameter_sizes
 from hyperion.models.llama import layer_shapes, random_llama_shape
 from hyperion.workloads.trained_models import LANGUAGE_MODELS
