@@ -12,6 +12,7 @@ contain:
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import all_samples, checked, sample_frame, speedup_row, timed_row
 from hyperion.data import IGNORE_INDEX
 from hyperion.experiments.inference import metrics, onnx_int8
-from hyperion.experiments.inference.onnx_int8 import Session
+from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
 from hyperion.experiments.inference.quality import accuracy_difference, perplexity, perplexity_ratio
 from hyperion.experiments.inference.quantized_linears import (
     SCHEMES,
@@ -343,7 +344,7 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
     material = _Material(context, options, trained, ORT, detect_cpu(), "fp32")
     language = trained.kind == "language"
     kinds = _KINDS_FOR_LANGUAGE if language else onnx_int8.KINDS
-    if reason := onnx_int8.why_no_onnx():
+    if reason := why_no_onnx():
         columns = material.columns("int8")
         return [context.absent_row(kind, "weight_bytes", reason, **columns) for kind in kinds], []
     folder, batch = _folder(context), material.batch()
@@ -362,7 +363,8 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
         usable = [one for one in calibration if len(one) == len(batch)]
         onnx_int8.quantise(kind, source, target, usable, head)
         session = sessions[kind] = Session(target)
-        operators, providers = session.what_ran(batch)
+        nodes = session.executed(batch)
+        operators, providers = Counter(operator for operator, _ in nodes), {provider for _, provider in nodes}
         products = sum(operators[name] for name in onnx_int8.INTEGER_PRODUCTS)
         ran = {name: operators[name] for name in onnx_int8.INTEGER_PRODUCTS if operators[name]}
         check = checked("products that did not run on integers", abs(products - len(shapes)), 0)

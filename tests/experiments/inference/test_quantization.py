@@ -17,6 +17,7 @@ from hyperion.experiments.inference import decode_speed, onnx_int8, qlora, quant
 from hyperion.experiments.inference.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
 from hyperion.experiments.inference.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.exercises import unpack_wrong_nibble
+from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, output_bound, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models.llama import build_random_llama
@@ -138,7 +139,7 @@ def test_a_refusal_is_a_row_and_an_error_of_the_device_is_not(tmp_path, monkeypa
         perform(toy_context("quantization", TOY, tmp_path / "again"), tmp_path / "again")
 
 
-@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
 @pytest.mark.parametrize("kind", onnx_int8.KINDS)
 def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind, tmp_path):
     import onnx
@@ -156,12 +157,12 @@ def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind,
     bound = bound + ranges.output_error(exact)
 
     def worst():
-        return ((onnx_int8.Session(path)(x).double() - exact).abs() / bound).max().item()
+        return ((Session(path)(x).double() - exact).abs() / bound).max().item()
 
     assert 0.01 < worst() <= 1
     assert onnx_int8.stored_weight_bytes(path) == onnx_int8.weight_bytes(kind, [(16, 48)])
     # A batch that is smaller than the exported one gives the same values.
-    assert torch.equal(onnx_int8.Session(path)(x)[:2], onnx_int8.Session(path)(x[:2])) or kind == onnx_int8.DYNAMIC
+    assert torch.equal(Session(path)(x)[:2], Session(path)(x[:2])) or kind == onnx_int8.DYNAMIC
     model = onnx.load(str(path))
     # Some exporters store the mask of causal attention as a constant. It is no weight.
     model.graph.initializer.append(numpy_helper.from_array(np.tri(8, dtype=bool), "le"))
@@ -197,22 +198,22 @@ def test_on_a_machine_with_a_gpu_the_cpu_provider_scores_less_data_in_smaller_ba
 
 
 def test_static_quantisation_needs_calibration(tmp_path):
-    if onnx_int8.why_no_onnx():
-        pytest.skip(onnx_int8.why_no_onnx())
+    if why_no_onnx():
+        pytest.skip(why_no_onnx())
     source = onnx_int8.export(nn.Linear(8, 4), torch.randn(2, 8), tmp_path / "layer.onnx")
     with pytest.raises(HyperionError, match="without calibration data"):
         onnx_int8.quantise(onnx_int8.STATIC, source, tmp_path / "int8.onnx")
 
 
 def test_without_onnx_runtime_its_rows_have_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_int8, "why_no_onnx", lambda: "unavailable: made up")
+    monkeypatch.setattr(quantization, "why_no_onnx", lambda: "unavailable: made up")
     monkeypatch.setattr(quantization, "SCHEMES", ())
     rows = perform(toy_context("quantization", TOY, tmp_path), tmp_path).rows
     absent = [row.variant for row in rows if row.value_reason == "unavailable: made up"]
     assert absent == [onnx_int8.DYNAMIC, onnx_int8.STATIC, *onnx_int8.KINDS]
 
 
-@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
 def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     """Few large values widen the range of the static kind. Cutting them off makes the error of all others smaller."""
     torch.manual_seed(0)
@@ -225,7 +226,7 @@ def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     for kind in (onnx_int8.STATIC, onnx_int8.DIVERGENCE):
         path = onnx_int8.quantise(kind, source, tmp_path / "int8.onnx", [calibration])
         ranges[kind] = onnx_int8.static_ranges(path)
-        errors[kind] = (onnx_int8.Session(path)(x) - exact).norm().item()
+        errors[kind] = (Session(path)(x) - exact).norm().item()
     assert ranges[onnx_int8.STATIC].input_high > 19
     # The normal values reach 4. The smallest range that the search can choose ends at 20 * 128 / 1024.
     assert 2.5 < ranges[onnx_int8.DIVERGENCE].input_high < 8
@@ -234,7 +235,7 @@ def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     assert not list(tmp_path.glob("*calibration*"))
 
 
-@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
 def test_ranges_of_least_divergence_do_not_depend_on_the_order_of_the_calibration_data(tmp_path):
     torch.manual_seed(0)
     layer = nn.Linear(32, 8, bias=False)

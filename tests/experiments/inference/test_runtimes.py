@@ -19,17 +19,21 @@ from hyperion.experiments.inference import backends, onnx_int8, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
     COMPILED,
-    CPU_PROVIDER,
     EAGER,
     ORT_CPU,
-    ORT_GPU,
     Prepared,
     count_kernels,
     prepare,
-    require_provider,
     why_absent,
     why_no_migraphx,
-    why_no_provider,
+)
+from hyperion.experiments.inference.onnx_sessions import (
+    CPU_PROVIDER,
+    SPINNING,
+    Session,
+    require_provider,
+    why_no_gpu_provider,
+    why_no_onnx,
 )
 from hyperion.experiments.inference.quantized_linears import SCHEMES, replace_linears
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
@@ -162,11 +166,12 @@ def test_a_perceptron_has_the_outputs_of_eager_mode_and_its_int8_twin_is_near(tm
     x = torch.randn(16, 64)
     expected = mlp(x).detach()
     path = onnx_int8.export(mlp, x, tmp_path / "mlp.onnx")
-    session = onnx_int8.Session(path)
+    session = Session(path)
     torch.testing.assert_close(session(x), expected, rtol=1e-3, atol=1e-5)
-    operators, providers = session.what_ran(x)
-    assert providers == {onnx_int8.PROVIDER} and operators["Gemm"] + operators["MatMul"] + operators["FusedGemm"] >= 3
-    small = onnx_int8.Session(onnx_int8.quantise(onnx_int8.DYNAMIC, path, tmp_path / "int8.onnx"))
+    executed = session.executed(x)
+    assert {provider for _, provider in executed} == {CPU_PROVIDER}
+    assert sum(operator in ("Gemm", "MatMul", "FusedGemm") for operator, _ in executed) >= 3
+    small = Session(onnx_int8.quantise(onnx_int8.DYNAMIC, path, tmp_path / "int8.onnx"))
     error = float((small(x) - expected).norm() / expected.norm())
     assert 1e-4 < error < 0.05, "8 bits have an error, and a small one"
 
@@ -293,20 +298,25 @@ def test_the_idle_threads_of_every_session_sleep(tmp_path, monkeypatch):
     x = torch.ones(2, 4)
     path = onnx_int8.export(nn.Linear(4, 2), x, tmp_path / "model.onnx")
     opened.clear()
-    backends.OrtSession(path, CPU_PROVIDER).node_providers(x)
-    onnx_int8.Session(path).what_ran(x)
-    assert [options.get_session_config_entry(backends.SPINNING) for options in opened] == ["0"] * 4
+    Session(path).executed(x)
+    assert [options.get_session_config_entry(SPINNING) for options in opened] == ["0"] * 2
     assert {options.intra_op_num_threads for options in opened} == {torch.get_num_threads()}
 
 
-def test_what_is_absent_says_why_and_the_next_step():
+def test_what_is_absent_says_why_and_the_next_step(monkeypatch):
     cpu, rocm = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="rocm")
     assert "needs an AMD GPU" in why_no_migraphx(cpu)
     assert "next step: install migraphx" in why_no_migraphx(rocm, lambda name: None)
     assert why_no_migraphx(rocm, lambda name: object()) == ""
-    missing = why_no_provider(ORT_CPU, cpu, lambda name: None if name == "onnxruntime" else object())
+    missing = why_no_onnx(lambda name: None if name == "onnxruntime" else object())
     assert missing == "unavailable: onnxruntime not installed; next step: pip install onnxruntime"
-    assert why_no_provider(ORT_GPU, cpu, lambda name: object()) == "unavailable: this machine has no GPU"
+    assert why_no_gpu_provider(cpu) == "unavailable: this machine has no GPU"
+    monkeypatch.setitem(
+        sys.modules, "onnxruntime", SimpleNamespace(get_available_providers=lambda: [CPU_PROVIDER], __version__="1.0")
+    )
+    assert why_no_gpu_provider(rocm) == (
+        "unavailable: onnxruntime 1.0 has only CPUExecutionProvider, none of MIGraphXExecutionProvider, ROCMExecutionProvider"
+    )
     assert "no graphs" in why_absent(backends.GRAPH, CPU)
 
 
