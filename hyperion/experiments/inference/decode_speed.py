@@ -21,7 +21,6 @@ from hyperion.chapter.rows import (
     stream_ceiling,
     timed_row,
 )
-from hyperion.data.text.tokenizer import GPT2_VOCABULARY
 from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors
@@ -250,9 +249,7 @@ def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[An
 
 def _shapes(options: DecodeSpeedOptions) -> list[tuple[str, LlamaShape]]:
     """Return the name and the shape of each model in the options."""
-    recipe = LANGUAGE_MODELS[options.trained_model]
-    sizes = recipe.width, recipe.layers, recipe.heads, recipe.key_value_heads, recipe.mlp_width
-    shapes = [(options.trained_model, LlamaShape(*sizes, recipe.vocabulary or GPT2_VOCABULARY, tie_word_embeddings=True))]
+    shapes = [(options.trained_model, LANGUAGE_MODELS[options.trained_model].shape)]
     if options.random_model:
         shapes.append((options.random_model, random_llama_shape(options.random_model, options.vocabulary)))
     return shapes

@@ -22,7 +22,6 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
-from hyperion.data.text.tokenizer import GPT2_VOCABULARY
 from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.quality import clustered_mean
 from hyperion.experiments.inference.quantized_linears import (
@@ -36,7 +35,8 @@ from hyperion.experiments.inference.quantized_linears import (
 )
 from hyperion.measure import bytes_of, state_of
 from hyperion.measure.clock.verify import largest_error
-from hyperion.models import LlamaLM
+from hyperion.models import LlamaLM, LlamaShape
+from hyperion.models.llama import layer_shapes
 from hyperion.results import Row
 from hyperion.training import (
     LanguageEngine,
@@ -51,7 +51,7 @@ from hyperion.training import (
 )
 from hyperion.workloads.datasets import TEXT
 from hyperion.workloads.fine_tuning import FineTuningData, base_model, fine_tuning_data, frozen_dtype, with_lora
-from hyperion.workloads.trained_models import LANGUAGE_MODELS, LanguageRecipe, trained_language_model
+from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
 
 LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"
 TWINS = {QLORA: LORA, ADAMW_8BIT: ADAMW}
@@ -93,7 +93,7 @@ class QloraOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the size of the optimizer state from the shapes of the parameters and the format of the moments."""
     options = QloraOptions.of(context)
-    sizes = _parameter_sizes(LANGUAGE_MODELS[options.trained_model])
+    sizes = _parameter_sizes(LANGUAGE_MODELS[options.trained_model].shape)
     params = {"model": options.trained_model}
     return [
         Forecast(variant, "optimizer_state_bytes", state_bytes(variant, sizes), basis, params=params)
@@ -287,8 +287,8 @@ def _difference_row(context: Context, variant: str, losses: np.ndarray, twin: np
     return context.row(variant, "loss_difference_nats", mean, **(shared | {"params": params}), **check)
 
 
-def _parameter_sizes(recipe: LanguageRecipe) -> list[int]:
-    """Return the number of elements of each parameter of a trained Llama whose head shares its weights with the embedding."""
-    D, wide, key_width = recipe.width, recipe.mlp_width, recipe.width // recipe.heads * recipe.key_value_heads
-    layer = [D * D, D * D, D * key_width, D * key_width, D * wide, D * wide, D * wide, D, D]
-    return [(recipe.vocabulary or GPT2_VOCABULARY) * D, *recipe.layers * layer, D]
+def _parameter_sizes(shape: LlamaShape) -> list[int]:
+    """Return the number of elements of each parameter of a Llama whose head shares its weights with the embedding."""
+    D = shape.hidden_size
+    layer = [*(n * k for k, n in layer_shapes(shape).values()), D, D]
+    return [shape.vocab_size * D, *shape.num_hidden_layers * layer, D]

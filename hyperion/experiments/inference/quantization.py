@@ -43,6 +43,7 @@ from hyperion.experiments.inference.quantized_linears import (
 )
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision, time_interleaved
+from hyperion.models.llama import layer_shapes
 from hyperion.results import Row, proportion_estimate
 from hyperion.workloads.datasets import IMAGES, TEXT
 from hyperion.workloads.trained_models import LANGUAGE_MODELS, Scores, TrainedModel, trained_classifier, trained_language_model
@@ -82,14 +83,8 @@ class QuantizationOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the bytes of each scheme's weights from the dimensions of the model and the format alone."""
     options = QuantizationOptions.of(context)
-    recipe = LANGUAGE_MODELS[options.language_model]
-    head = recipe.width // recipe.heads
-    shapes = recipe.layers * [
-        *2 * [(recipe.width, recipe.width)],
-        *2 * [(head * recipe.key_value_heads, recipe.width)],
-        *2 * [(recipe.mlp_width, recipe.width)],
-        (recipe.width, recipe.mlp_width),
-    ]
+    shape = LANGUAGE_MODELS[options.language_model].shape
+    shapes = shape.num_hidden_layers * [(n, k) for k, n in layer_shapes(shape).values()]
     weights = sum(math.prod(shape) for shape in shapes)
     forecasts = [
         Forecast(
