@@ -21,7 +21,6 @@ from hyperion.chapter.rows import (
     stream_ceiling,
     timed_row,
 )
-from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors
 from hyperion.hardware import Device
@@ -35,7 +34,6 @@ from hyperion.workloads.fine_tuning import shape_of
 from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
 
 ORIGINAL = "original"
-METRICS = metrics.METRICS
 _COPY = "copy"
 # Number of roundings in a layer that change its output, the residual stream.
 _ROUNDINGS = 8

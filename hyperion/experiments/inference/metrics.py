@@ -1,9 +1,9 @@
 """Metrics for inference that the library does not define elsewhere."""
 
-from hyperion.results import Metric, register_metric
+from hyperion.results import Metric
 
 LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}
-_OWN = (
+METRICS = (
     *(
         Metric(name, "s", "lower", f"{100 * share:g}th percentile of the time of a call on the host's clock", needs_interval=True)
         for share, name in LATENCIES.items()
@@ -44,4 +44,3 @@ _OWN = (
         needs_interval=True,
     ),
 )
-METRICS = tuple(map(register_metric, _OWN))

@@ -52,5 +52,5 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
             next_step=f"take {needed} samples",
         )
     value = float(np.quantile(samples, share, method="higher"))  # no interpolation, because a failed request is infinite
-    interval = stats.quantile_test(samples, q=value, p=share).confidence_interval(CONFIDENCE)
+    interval = stats.quantile_test(samples, p=share).confidence_interval(CONFIDENCE)
     return Estimate(value, min(value, float(interval.low)), max(value, float(interval.high)), n)

@@ -22,7 +22,6 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
-from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.quality import clustered_mean
 from hyperion.experiments.inference.quantized_linears import (
     Nf4,
@@ -55,7 +54,6 @@ from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_
 
 LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"
 TWINS = {QLORA: LORA, ADAMW_8BIT: ADAMW}
-METRICS = metrics.METRICS
 # Largest loss of 8-bit AdamW above that of AdamW, in nats, as a mean over all steps. The mean losses differ by 0.0001 over 200
 # steps on an H100, and by at most 0.0005 over 20 steps on a CPU, for five seeds.
 _ADAMW_BOUND_NATS = 0.02

@@ -470,36 +470,37 @@ def output_bound(
     return disturbed - exact + roundoff * disturbed
 
 
-def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Compare a quantised layer with a float64 layer that has the original weights.
+def output_error(scheme: Scheme, weight_NK: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Compare the output of a quantised layer with that of a float64 layer that has the original weights.
+
+    Args:
+        scheme: scheme of the layer.
+        weight_NK: the original weights.
+        x, y: input and output of the layer.
 
     Returns:
-        (relative Frobenius error of the output, largest ratio of a stored weight's error to its bound, largest ratio of an output
-        element's error to its bound).
+        (relative Frobenius error, largest ratio of an element's error to its bound).
     """
     x_MK, y_MN = x.flatten(0, -2), y.flatten(0, -2).double()
-    dw = scheme.weight_error(weight_NK)
     exact = F.linear(x_MK.double(), weight_NK.double())
-    bound = output_bound(F.linear, x_MK, weight_NK, scheme.input_error(x_MK), dw, scheme.roundoff(weight_NK.shape[1], x.dtype))
-    of_output = (y_MN - exact).abs()
-    of_weight = stored_error(scheme, weight_NK, layer)[1]
-    return (of_output.norm() / exact.norm()).item(), of_weight, _largest_ratio(of_output, bound)
+    dx, dw = scheme.input_error(x_MK), scheme.weight_error(weight_NK)
+    bound = output_bound(F.linear, x_MK, weight_NK, dx, dw, scheme.roundoff(weight_NK.shape[1], x.dtype))
+    return _relative_error(y_MN, exact, bound)
 
 
 def stored_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module) -> tuple[float, float]:
-    """Compare the stored weights of a quantised layer with the original weights.
+    """Compare the stored weights of a quantised layer with the original weights. Return the same values as `output_error`."""
+    return _relative_error(represented_weight(layer), weight_NK.double(), scheme.weight_error(weight_NK))
 
-    Returns:
-        (relative Frobenius error, largest ratio of a stored weight's error to its bound).
+
+def _relative_error(tested: Tensor, exact: Tensor, bound: Tensor) -> tuple[float, float]:
+    """Return the relative Frobenius error, and the largest ratio of an element's error to its bound.
+
+    The ratio is NaN if an error is NaN. It is 0 if error and bound are 0.
     """
-    exact = weight_NK.double()
-    error = (represented_weight(layer) - exact).abs()
-    return (error.norm() / exact.norm()).item(), _largest_ratio(error, scheme.weight_error(weight_NK))
-
-
-def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:
-    """Return the largest ratio of an error to its bound, or NaN if an error is NaN. The ratio is 0 if error and bound are 0."""
-    return (errors / (bounds * (1 + _SCALE_ROUNDING)).clamp_min(torch.finfo(torch.float64).tiny)).max().item()
+    error = (tested - exact).abs()
+    ratios = error / (bound * (1 + _SCALE_ROUNDING)).clamp_min(torch.finfo(torch.float64).tiny)
+    return (error.norm() / exact.norm()).item(), ratios.max().item()
 
 
 def what_ran(call: Callable[[], object], device: Device) -> str:

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.chapter import Context, load_profile
+from hyperion.chapter import Context, experiment_named, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import decode_speed, onnx_int8, qlora, quantization, quantized_linears
 from hyperion.experiments.inference.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
 from hyperion.experiments.inference.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.exercises import unpack_wrong_nibble
 from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
+from hyperion.experiments.inference.quality import windows_of_tokens
 from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, output_bound, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models.llama import build_random_llama
@@ -53,6 +54,7 @@ def home(toy_models, tmp_path_factory):
     folder = shutil.copytree(toy_models, tmp_path_factory.mktemp("trained") / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYPERION_DATA", str(folder))
+        experiment_named("quantization")  # registers the metrics
         yield
 
 
@@ -69,7 +71,7 @@ def result(home, tmp_path_factory):
 
 def test_the_files_of_the_variants_are_removed(home, tmp_path, monkeypatch):
     monkeypatch.setattr(quantization, "SCHEMES", ())
-    monkeypatch.setattr(quantization, "_in_onnx", lambda context, *given: (quantization._folder(context), ([], []))[1])
+    monkeypatch.setattr(quantization, "_in_onnx", lambda *given: ([], []))
     context = toy_context("quantization", TOY, tmp_path)
     quantization.run(context, lambda *progress: None)
     assert not context.workspace.exists()
@@ -193,7 +195,7 @@ def test_on_a_machine_with_a_gpu_the_cpu_provider_scores_less_data_in_smaller_ba
         sizes.clear()
         scores = material.score(logits)
         scored[name] = sum(sizes), sizes[0], len(material.batch())
-        assert len(material._windows()) == len(scores.losses)
+        assert len(windows_of_tokens(trained, material.records)) == len(scores.losses)
     assert scored == {"cpu": (16, 4, 4), "beside a GPU": (3, 2, 2)}
 
 

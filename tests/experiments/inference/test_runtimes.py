@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperion.chapter.profiles import load_profile
+from hyperion.chapter import experiment_named, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import backends, onnx_int8, runtimes
 from hyperion.experiments.inference.backends import (
@@ -66,6 +66,7 @@ def material(toy_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runtimes")
     shutil.copytree(toy_models, folder / "data")
     torch.set_num_threads(1)
+    experiment_named("runtimes")  # registers the metrics
     context = toy_context("runtimes", SIZES, folder)
     context.workspace.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +86,7 @@ def measured(material, runtime, change=lambda logits: logits, model=1, dtype="fp
     kernels_of = prepared if runtime == ORT_CPU else changed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtimes, "count_kernels", lambda one, x: count_kernels(kernels_of, x))
-        rows, _ = runtimes._measure(context, options, trained, runtime, changed, reference)
+        rows, _ = runtimes._Variant(context, options, runtime, changed, reference).measure()
     return [row.without_failed_value() for row in rows]
 
 
@@ -254,9 +255,7 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
     monkeypatch.setattr(runtimes, "device_seconds", on_a_gpu)
     monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 1e-3)
     monkeypatch.setattr(runtimes, "time_function", lambda call, device, **options: timed(call, CPU, **options))
-    rows, _ = runtimes._latency(
-        context, options, backends.GRAPH, lambda x: model(x.bfloat16()), Prepared(model, gpu, "bf16"), reference, {}
-    )
+    rows, _ = runtimes._Variant(context, options, backends.GRAPH, Prepared(model, gpu, "bf16"), reference).time_latency()
     assert seen == [torch.bfloat16]
     assert of(rows, "share")[0].params["label"] == "host-bound"
 
