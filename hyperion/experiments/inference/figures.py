@@ -61,7 +61,10 @@ def _panels(
     most = max(len([row for row in known if row.params["model"] == model]) for model in models)
     figure, panels = new_figure(title, material.machine("runtimes"), len(models), height=2.2 + 0.3 * most)
     for axes, model in zip(panels, models, strict=True):
-        _bars(axes, [row for row in known if row.params["model"] == model], factor)
+        rows_of_model = [row for row in known if row.params["model"] == model]
+        variants = list(dict.fromkeys(row.variant for row in rows_of_model))
+        colours = [look(row.variant, variants.index(row.variant))["color"] for row in rows_of_model]
+        _bars(axes, rows_of_model, [_name(row) for row in rows_of_model], factor, colours)
         axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.3))
         if axes.get_xlim()[1] >= 5000:  # long tick labels would touch each other
             axes.xaxis.set_major_formatter(lambda value, _: items(value))
@@ -72,15 +75,23 @@ def _panels(
     return figure
 
 
-def _bars(axes: Axes, rows: list[Row], factor: float) -> None:
-    names = list(dict.fromkeys(row.variant for row in rows))
+def _bars(axes: Axes, rows: Sequence[Row], names: Sequence[str], factor: float, colours: Sequence[str] | None = None) -> None:
+    """Draw a horizontal bar for each row, with its interval and its value.
+
+    Args:
+        axes: panel to draw into.
+        rows: rows with values.
+        names: name of each bar.
+        factor: factor that converts the unit of the rows to the unit of the axis.
+        colours: colour of each bar. If None, all have the first colour.
+    """
     for place, row in enumerate(rows):
-        value = factor * not_none(row.value)
-        colour = look(row.variant, names.index(row.variant))["color"]
-        axes.barh([place], [value], xerr=errors_of([row], factor), height=0.7, color=colour)
-        end = factor * (row.ci_high if row.ci_high is not None else not_none(row.value))
-        write_at(axes, number(value, 3), (end, place), (4, 0), va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [_name(row) for row in rows], fontsize=8)
+        value = not_none(row.value)
+        colour = colours[place] if colours else COLOURS[0]
+        axes.barh([place], [factor * value], xerr=errors_of([row], factor), height=0.7, color=colour)
+        end = value if row.ci_high is None else row.ci_high
+        write_at(axes, number(factor * value, 3), (factor * end, place), (4, 0), va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
 
@@ -123,11 +134,7 @@ def quantization(material: Material) -> Figure | None:
     quality.legend(fontsize=7.5, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     times = measured(row for row in rows if row.metric == "speedup")
     names = [f"{_scheme_name(row)}, {row.params['model']}" for row in times]
-    speed.barh(range(len(times)), [not_none(row.value) for row in times], xerr=errors_of(times), height=0.7, color=COLOURS[0])
-    for place, row in enumerate(times):
-        write_at(speed, number(row.value, 3), (not_none(row.ci_high), place), (4, 0), va="center", fontsize=7.5)
-    speed.set_yticks(range(len(times)), names, fontsize=7.5)
-    speed.invert_yaxis()
+    _bars(speed, times, names, 1.0)
     speed.axvline(1, color="0.6", linewidth=0.8)
     speed.set(xlabel="speed-up over the original", xlim=(0, speed.get_xlim()[1] * 1.2))
     add_notes(figure, absences(_absent(rows, "weight_bytes"), lambda row: row.variant))
@@ -144,20 +151,11 @@ def decode_speed(material: Material) -> Figure | None:
     figure, panels = new_figure("Decoding one sequence", material.machine("decode_speed"), len(models), height=4.2)
     for axes, model in zip(panels, models, strict=True):
         series = [row for row in known if row.params["model"] == model]
-        axes.barh(
-            range(len(series)),
-            [1e3 * not_none(row.value) for row in series],
-            xerr=errors_of(series, 1e3),
-            height=0.6,
-            color=COLOURS[0],
-        )
+        _bars(axes, series, [f"{row.variant}, {row.params['mode']}" for row in series], 1e3)
         for place, row in enumerate(series):
-            write_at(axes, number(1e3 * not_none(row.value), 3), (1e3 * not_none(row.ci_high), place), (4, 0), va="center")
             for bound, colour in ((row.limit, "black"), (row.predicted, "tab:orange")):
                 if bound is not None:
                     axes.plot([1e3 * bound] * 2, [place - 0.4, place + 0.4], color=colour, linewidth=1.5)
-        axes.set_yticks(range(len(series)), [f"{row.variant}, {row.params['mode']}" for row in series])
-        axes.invert_yaxis()
         axes.set(xlabel="ms per token", xlim=(0, axes.get_xlim()[1] * 1.25))
         axes.set_title(model)
     lines = [
@@ -185,11 +183,7 @@ def qlora(material: Material) -> Figure | None:
     whole_numbers(curves.xaxis)
     curves.legend(fontsize=8)
     bytes_rows = measured(row for row in rows if row.metric == "optimizer_state_bytes")
-    states.barh(range(len(bytes_rows)), [not_none(row.value) / 1e6 for row in bytes_rows], height=0.6, color=COLOURS[0])
-    for place, row in enumerate(bytes_rows):
-        write_at(states, number(not_none(row.value) / 1e6, 3), (not_none(row.value) / 1e6, place), (4, 0), va="center")
-    states.set_yticks(range(len(bytes_rows)), [row.variant for row in bytes_rows])
-    states.invert_yaxis()
+    _bars(states, bytes_rows, [row.variant for row in bytes_rows], 1e-6)
     states.set(xlabel="MB of optimizer state", xlim=(0, states.get_xlim()[1] * 1.2))
     add_notes(figure, absences(_absent(rows, "loss_difference_nats"), lambda row: row.variant))
     return figure

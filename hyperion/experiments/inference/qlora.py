@@ -22,16 +22,9 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
+from hyperion.experiments.inference.layer_checks import stored_error, stored_tensors, weight_bytes_of
 from hyperion.experiments.inference.quality import clustered_mean
-from hyperion.experiments.inference.quantized_linears import (
-    Nf4,
-    bitsandbytes_library,
-    replace_linears,
-    stored_error,
-    stored_tensors,
-    weight_bytes_of,
-    why_no_bitsandbytes,
-)
+from hyperion.experiments.inference.quantized_linears import Nf4, bitsandbytes_library, replace_linears, why_no_bitsandbytes
 from hyperion.measure import bytes_of, state_of
 from hyperion.measure.clock.verify import largest_error
 from hyperion.models import LlamaLM, LlamaShape

@@ -25,18 +25,10 @@ from torch import Tensor, nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, checked, sample_frame, speedup_row, timed_row
 from hyperion.experiments.inference import onnx_int8
+from hyperion.experiments.inference.layer_checks import output_bound, output_error, stored_error, weight_bytes_of, what_ran
 from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
 from hyperion.experiments.inference.quality import change_of_quality, perplexity, windows_of_tokens
-from hyperion.experiments.inference.quantized_linears import (
-    SCHEMES,
-    Scheme,
-    output_bound,
-    output_error,
-    replace_linears,
-    stored_error,
-    weight_bytes_of,
-    what_ran,
-)
+from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, largest_error, matmul_precision, time_interleaved
 from hyperion.models.llama import layer_shapes

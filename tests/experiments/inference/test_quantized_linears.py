@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import quantized_linears
+from hyperion.experiments.inference import layer_checks, quantized_linears
 from hyperion.experiments.inference.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
+from hyperion.experiments.inference.layer_checks import output_error, represented_weight, stored_error, weight_bytes_of, what_ran
 from hyperion.experiments.inference.quantized_linears import (
     SCHEMES,
     Fp8,
@@ -18,14 +19,9 @@ from hyperion.experiments.inference.quantized_linears import (
     Int8WeightOnly,
     LlmInt8,
     Nf4,
-    output_error,
     pack_int4,
     replace_linears,
-    represented_weight,
-    stored_error,
     unpack_int4,
-    weight_bytes_of,
-    what_ran,
 )
 from hyperion.hardware import detect_cpu
 
@@ -98,7 +94,7 @@ def test_the_wrong_nibble_of_bitsandbytes_is_found(monkeypatch):
     if reason := scheme.why_absent(CPU):
         pytest.skip(reason)
     layer = scheme.convert(case()[0], CPU)
-    monkeypatch.setattr(quantized_linears, "unpack_int4", unpack_wrong_nibble)
+    monkeypatch.setattr(layer_checks, "unpack_int4", unpack_wrong_nibble)
     of_weight, of_output = output_ratio(scheme, layer)
     # The kernel is right, and what this library decodes is not.
     assert of_weight > 1 >= of_output
