@@ -364,6 +364,12 @@ def test_quality_claims_follow_the_bits():
     assert [holds for holds, _ in quality_claims([]) + byte_claims([]) + error_claims([]) + training_claims([])] == [False] * 4
 
 
+def test_wrong_bytes_refute_their_claim():
+    check = {"check": "bytes computed from the format", "check_error": 4, "check_tolerance": 0}
+    row = Row(notebook="n", experiment="quantization", variant="v", metric="weight_bytes", value=100, **check)
+    assert byte_claims([row.without_failed_value()]) == [(False, "v: 4 bytes more or fewer than computed")]
+
+
 def test_the_state_of_8_bit_adamw_has_two_bytes_and_its_scales():
     assert qlora.state_bytes(qlora.ADAMW, [100, 5000]) == 8 * 5100 + 8
     assert qlora.state_bytes(qlora.ADAMW_8BIT, [100, 5000]) == 800 + 2 * 5000 + 2 * 4 * 20 + 2048
