@@ -94,7 +94,7 @@ class LanguageRecipe(Table):
 
     @property
     def shape(self) -> LlamaShape:
-        """Shape of the model."""
+        """Shape of the model. On a small text, the tokenizer and the embedding have fewer entries than `vocabulary`."""
         sizes = self.width, self.layers, self.heads, self.key_value_heads, self.mlp_width
         return LlamaShape(*sizes, self.vocabulary or GPT2_VOCABULARY, tie_word_embeddings=True)
 

@@ -461,7 +461,7 @@ def test_the_sizes_of_the_profiles_are_valid(profile):
     quantization.QuantizationOptions.parse(sizes("quantization"), "quantization")
     qlora.QloraOptions.parse(sizes("qlora"), "qlora")
     options = decode_speed.DecodeSpeedOptions.parse(sizes("decode_speed"), "decode_speed")
-    assert len(options.chosen_schemes()) == len(options.schemes)
+    assert {variant.name for variant in options.variants()} == {decode_speed.ORIGINAL, *options.schemes}
     assert options.prompt_tokens + options.new_tokens <= options.positions
     if profile == "full":
         assert options.random_model == "random_llama_7b" and options.dtype == "bf16"
