@@ -286,6 +286,19 @@ def test_a_session_on_another_provider_is_refused():
         require_provider("CUDAExecutionProvider", [CPU_PROVIDER])
 
 
+def test_onnx_runtime_itself_would_run_on_the_cpu(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this build of ONNX Runtime has the provider")
+    path = onnx_int8.export(nn.Linear(4, 2), torch.ones(2, 4), tmp_path / "model.onnx")
+    with (
+        pytest.raises(HyperionError, match="asked for CUDAExecutionProvider"),
+        pytest.warns(UserWarning, match="not in available"),
+    ):
+        Session(path, "CUDAExecutionProvider")
+
+
 def test_the_idle_threads_of_every_session_sleep(tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
