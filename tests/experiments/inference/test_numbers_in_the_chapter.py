@@ -10,6 +10,7 @@ from hyperion.chapter import load_profile
 from hyperion.experiments.coverage.architectures import ARCHITECTURES
 from hyperion.experiments.coverage.operator_suite import KIND_OF, LAYERS
 from hyperion.experiments.inference.decode_speed import DecodeSpeedOptions
+from hyperion.experiments.inference.qlora import _parameter_sizes
 from hyperion.models.llama import layer_shapes, llama_parameter_count, random_llama_shape
 from hyperion.workloads.trained_models import LANGUAGE_MODELS
 
@@ -35,7 +36,9 @@ def test_sizes_of_the_trained_models(text, profile):
     layers = shape.num_hidden_layers * list(layer_shapes(shape).values())
     weights, outputs = sum(n * k for k, n in layers), sum(n for _, n in layers)
     assert f"{weights:,} weights and {outputs:,} outputs in the profile `{profile}`" in text
-    parameters = llama_parameter_count(LANGUAGE_MODELS[sizes["qlora"]["trained_model"]].shape)
+    shape = LANGUAGE_MODELS[sizes["qlora"]["trained_model"]].shape
+    parameters = sum(_parameter_sizes(shape))
+    assert parameters == llama_parameter_count(shape)
     assert f"{parameters:,} " in text[text.index("optimizer state of 8-bit AdamW have") :]
     assert profile == "full" or f"{parameters:,} fp32 weights" in text
 
