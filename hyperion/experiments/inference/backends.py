@@ -231,14 +231,19 @@ def device_seconds(prepared: Prepared, inputs: Tensor) -> float:
 
 def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
     """Return the profiler's events for the second call: GPU events if there is a GPU, otherwise CPU events."""
-    gpu = prepared.device.kind != "cpu"
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
-        prepared.call(inputs)
-        if gpu:
-            torch.cuda.synchronize(prepared.device.torch_device)
-    return list(watch.events() or [])
+        return list(profiled(lambda: prepared.call(inputs), prepared.device).events() or [])
+
+
+def profiled(call: Callable[[], object], device: Device) -> profile:
+    """Call a function once under the profiler, which records the kernels of a GPU, or the operators on a CPU."""
+    gpu = device.kind != "cpu"
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
+        call()
+        if gpu:  # the profiler records only kernels that have finished before it stops
+            torch.cuda.synchronize(device.torch_device)
+    return watch
 
 
 def _kernels_of(event: Any) -> int:

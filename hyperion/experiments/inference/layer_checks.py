@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
+from hyperion.experiments.inference.backends import profiled
 from hyperion.experiments.inference.quantized_linears import LARGEST_INT8, Fp8Linear, Int4Linear, Int8Linear, Scheme, unpack_int4
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of
@@ -117,13 +117,8 @@ def what_ran(call: Callable[[], object], device: Device) -> str:
 
     On a CPU, operators of bitsandbytes take precedence over all others, even if a PyTorch operator takes longer.
     """
-    gpu = device.kind != "cpu"
-    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
-        call()
-        if gpu:  # the profiler records only kernels that have finished before it stops
-            torch.cuda.synchronize(device.torch_device)
-    events: list[Any] = list(watch.key_averages())
-    own = [event for event in events if event.key.startswith(("bitsandbytes::", "MatMul8bit", "MatMul4Bit"))]
-    if gpu:
+    events: list[Any] = list(profiled(call, device).key_averages())
+    if device.kind != "cpu":
         return max(events, key=lambda event: event.self_device_time_total).key
+    own = [event for event in events if event.key.startswith(("bitsandbytes::", "MatMul8bit", "MatMul4Bit"))]
     return max(own or events, key=lambda event: event.self_cpu_time_total).key
