@@ -100,8 +100,9 @@ class _Variant:
 
     def columns(self, mode: str) -> dict:
         """Return the columns that the rows of a mode share."""
-        tokens = {"positions": self.options.positions, "new_tokens": self.options.new_tokens}
-        params = {"model": self.model, "mode": mode, "cache": "hot"} | tokens
+        options = self.options
+        params = {"model": self.model, "mode": mode, "positions": options.positions, "new_tokens": options.new_tokens}
+        params["cache"] = "hot"
         return {"dtype": self.scheme.dtype if self.scheme else self.options.dtype, "params": params}
 
     def modes(self, device: Device) -> tuple[str, ...]:
