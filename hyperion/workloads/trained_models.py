@@ -42,11 +42,11 @@ from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.data.prepare.verify import DataFinding, quarantine
 from hyperion.data.store.folders import FILE_NAME, processed_root, read_manifest, staged, write_manifest
-from hyperion.data.text.tokenizer import train_tokenizer
+from hyperion.data.text.tokenizer import GPT2_VOCABULARY, train_tokenizer
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
-from hyperion.models import LlamaLM, parameter_count, resnet18
+from hyperion.models import LlamaLM, LlamaShape, parameter_count, resnet18
 from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import Recipe, set_up
@@ -91,6 +91,12 @@ class LanguageRecipe(Table):
     learning_rate: float
     weight_decay: float = 0.1
     held_out_tokens: int | None = None
+
+    @property
+    def shape(self) -> LlamaShape:
+        """Shape of the model. On a small text, the tokenizer and the embedding have fewer entries than `vocabulary`."""
+        sizes = self.width, self.layers, self.heads, self.key_value_heads, self.mlp_width
+        return LlamaShape(*sizes, self.vocabulary or GPT2_VOCABULARY, tie_word_embeddings=True)
 
 
 class ClassifierRecipe(Table):

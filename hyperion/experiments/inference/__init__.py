@@ -1,1 +1,1 @@
-"""Experiments on inference: runtimes, quantised weights, decoding speed, QLoRA, and PyTorch's operators and architectures."""
+"""Experiments on inference: runtimes, quantised weights, decoding speed, and training with few bits."""

@@ -8,11 +8,10 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
-import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from hyperion.errors import HyperionError
+from hyperion.experiments.inference.onnx_sessions import CPU_PROVIDER, Session, gpu_provider, why_no_gpu_provider, why_no_onnx
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler
@@ -31,9 +30,6 @@ EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
 AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runtime GPU", "MIGraphX"
 # These runtimes share one process. AOTInductor runs in a separate process, because loading its package can crash the process.
 IN_PROCESS = (EAGER, COMPILED, GRAPH, ORT_CPU, ORT_GPU, MIGRAPHX)
-CPU_PROVIDER = "CPUExecutionProvider"
-SPINNING = "session.intra_op.allow_spinning"
-GPU_PROVIDERS = {"cuda": ("CUDAExecutionProvider",), "rocm": ("MIGraphXExecutionProvider", "ROCMExecutionProvider")}
 _MOST_EXAMPLES = 4096
 # Operators that only change the shape or strides of a tensor, or allocate memory. They launch no kernel.
 _NO_WORK = re.compile(
@@ -84,8 +80,10 @@ def why_absent(runtime: str, device: Device) -> str:
         return "" if device.kind != "cpu" else "unavailable: a CPU has no graphs of kernels"
     if runtime == MIGRAPHX:
         return why_no_migraphx(device)
-    if runtime in (ORT_CPU, ORT_GPU):
-        return why_no_provider(runtime, device)
+    if runtime == ORT_CPU:
+        return why_no_onnx()
+    if runtime == ORT_GPU:
+        return why_no_onnx() or why_no_gpu_provider(device)
     return ""
 
 
@@ -97,23 +95,6 @@ def why_no_migraphx(device: Device, find: Callable[[str], object] = importlib.ut
     if device.kind != "rocm":
         return f"unavailable: MIGraphX needs an AMD GPU, and this device is of the kind {device.kind}"
     return "" if find("migraphx") else "unavailable: migraphx is not installed; next step: install migraphx with ROCm's packages"
-
-
-def why_no_provider(runtime: str, device: Device, find: Callable[[str], object] = importlib.util.find_spec) -> str:
-    """Return the reason why ONNX Runtime or its provider for this device cannot be used, or an empty string if both can."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find(name) is None]
-    if missing:
-        return f"unavailable: {' and '.join(missing)} not installed; next step: pip install {' '.join(missing)}"
-    if runtime == ORT_CPU:
-        return ""
-    if device.kind == "cpu":
-        return "unavailable: this machine has no GPU"
-    import onnxruntime
-
-    present, wanted = onnxruntime.get_available_providers(), GPU_PROVIDERS[device.kind]
-    if set(wanted) & set(present):
-        return ""
-    return f"unavailable: onnxruntime {onnxruntime.__version__} has only {', '.join(present)}, none of {', '.join(wanted)}"
 
 
 def prepare(
@@ -148,10 +129,9 @@ def prepare(
     seconds = {"export_time_s": time.perf_counter() - began}
     if runtime == MIGRAPHX:
         return _migraphx(path, device, seconds)
-    provider = CPU_PROVIDER if runtime == ORT_CPU else _gpu_provider(device)
     # Even on a machine with a GPU, the CPU provider is compared with PyTorch on the CPU.
-    where = detect_cpu() if runtime == ORT_CPU else device
-    session = OrtSession(path, provider)
+    provider, where = (CPU_PROVIDER, detect_cpu()) if runtime == ORT_CPU else (gpu_provider(device), device)
+    session = Session(path, provider)
     return Prepared(session, where, "fp32", seconds, path.stat().st_size, session.ran)
 
 
@@ -226,81 +206,14 @@ def share_cpp_library() -> None:
         ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
-class OrtSession:
-    """An ONNX model in ONNX Runtime, callable with a tensor. Inputs and outputs are arrays in host memory.
-
-    Attributes:
-        ran: the requested provider, and the providers of the session.
-
-    Raises:
-        HyperionError: the session does not have the requested provider. ONNX Runtime itself only warns and runs on the CPU.
-    """
-
-    def __init__(self, path: Path, provider: str):
-        import onnxruntime
-
-        self._path, self._provider = path, provider
-        self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=[provider])
-        require_provider(provider, self._session.get_providers())
-        self.ran = {"asked_provider": provider, "providers": ", ".join(self._session.get_providers())}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(self._session.run(None, {"x": x.cpu().numpy()})[0])
-
-    def node_providers(self, x: Tensor) -> list[str]:
-        """Run once under ONNX Runtime's profiler. Return the provider of each node that ran."""
-        import onnxruntime
-
-        options = session_options(str(self._path.with_suffix("")))
-        session = onnxruntime.InferenceSession(str(self._path), options, providers=[self._provider])
-        session.run(None, {"x": x.cpu().numpy()})
-        trace = Path(session.end_profiling())
-        events = json.loads(trace.read_text())
-        trace.unlink()
-        return [event["args"]["provider"] for event in events if event.get("cat") == "Node" and "provider" in event["args"]]
-
-
-def session_options(profile_prefix: str = "") -> Any:
-    """Return the options of an ONNX Runtime session with as many threads as PyTorch.
-
-    The session's idle threads sleep. By default they spin. They then take cores from PyTorch and from other sessions, whose calls
-    are timed in alternation with those of this session: with four sessions on two cores, a call takes ten times as long.
-
-    Args:
-        profile_prefix: beginning of the path of the profile, or "" to write no profile.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry(SPINNING, "0")
-    if profile_prefix:
-        options.enable_profiling, options.profile_file_prefix = True, profile_prefix
-    return options
-
-
-def require_provider(asked: str, present: Sequence[str]) -> None:
-    """Check that the first provider of a session is the requested one.
-
-    Raises:
-        HyperionError: the first provider is another one.
-    """
-    if not present or present[0] != asked:
-        raise HyperionError(
-            f"ONNX Runtime was asked for {asked}, but the session runs on {', '.join(present) or 'nothing'}",
-            where="OrtSession",
-            next_step="install the build of ONNX Runtime for this device, or read its warnings about missing libraries",
-        )
-
-
 def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
     """Return the number of kernels that one call launches.
 
     On a CPU, count the innermost operators that compute. An operator that calls other computing operators does not count itself.
     A fused loop of Inductor counts as one operator. For ONNX Runtime, count the nodes that ran.
     """
-    if isinstance(prepared.call, OrtSession):
-        return len(prepared.call.node_providers(inputs))
+    if isinstance(prepared.call, Session):
+        return len(prepared.call.executed(inputs))
     events = _profiled(prepared, inputs)
     if prepared.device.kind != "cpu":
         return sum(event.device_type.name != "CPU" and not event.name.startswith(("Memcpy", "Memset")) for event in events)
@@ -318,14 +231,19 @@ def device_seconds(prepared: Prepared, inputs: Tensor) -> float:
 
 def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
     """Return the profiler's events for the second call: GPU events if there is a GPU, otherwise CPU events."""
-    gpu = prepared.device.kind != "cpu"
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
-        prepared.call(inputs)
-        if gpu:
-            torch.cuda.synchronize(prepared.device.torch_device)
-    return list(watch.events() or [])
+        return list(profiled(lambda: prepared.call(inputs), prepared.device).events() or [])
+
+
+def profiled(call: Callable[[], object], device: Device) -> profile:
+    """Call a function once under the profiler, which records the kernels of a GPU, or the operators on a CPU."""
+    gpu = device.kind != "cpu"
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
+        call()
+        if gpu:  # the profiler records only kernels that have finished before it stops
+            torch.cuda.synchronize(device.torch_device)
+    return watch
 
 
 def _kernels_of(event: Any) -> int:
@@ -336,12 +254,6 @@ def _kernels_of(event: Any) -> int:
 def _computes(name: str) -> bool:
     space, _, operator = name.rpartition("::")
     return (space not in ("", "profiler") and not _NO_WORK.fullmatch(operator)) or "cpp_fused" in name
-
-
-def _gpu_provider(device: Device) -> str:
-    import onnxruntime
-
-    return next(name for name in GPU_PROVIDERS[device.kind] if name in onnxruntime.get_available_providers())
 
 
 class _Compiled:

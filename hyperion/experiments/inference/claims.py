@@ -7,7 +7,6 @@ used on this machine. Each function returns a list of claims, which the notebook
 from collections.abc import Iterable, Sequence
 
 from hyperion.errors import not_none
-from hyperion.experiments.inference.figures_operators import gaps, steps_of
 from hyperion.results import Row
 
 Claim = tuple[bool, str]
@@ -21,10 +20,10 @@ SAME_TIME = 3.0
 
 def parity_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that the logits of each runtime agree with float64 and with eager mode within their tolerances."""
-    found = [row for row in rows if row.metric == "relative_difference" and "against" in row.params]
     claims = [
         (row.value is not None, f"{row.variant}, {row.params['model']}, {row.params['against']}: {row.value_reason}")
-        for row in found
+        for row in rows
+        if row.metric == "relative_difference" and "against" in row.params
     ]
     return claims or [(False, "no runtime was compared with float64")]
 
@@ -110,22 +109,17 @@ _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 def byte_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that every byte count equals the one computed from the number format."""
-    claims = []
-    for row in _known(rows, "weight_bytes"):
-        claims.append((row.check_error == 0, f"{row.variant}: {row.value:g} bytes, computed {row.predicted}"))
+    found = _known(rows, "weight_bytes")
+    claims = [(row.check_error == 0, f"{row.variant}: {row.check_error} bytes more or fewer than computed") for row in found]
     return claims or [(False, "no row of weight_bytes has a value")]
 
 
 def error_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that no element of a quantised layer has an error above its bound."""
-    found = _known(rows, "relative_difference")
-    claims = [
-        (
-            not_none(row.check_error) <= not_none(row.check_tolerance),
-            f"{row.variant}, {row.params['what']}: {row.check_error:.3g} of its bound",
-        )
-        for row in found
-    ]
+    claims = []
+    for row in _known(rows, "relative_difference"):
+        error, bound = not_none(row.check_error), not_none(row.check_tolerance)
+        claims.append((error <= bound, f"{row.variant}, {row.params['what']}: {error:.3g} of its bound"))
     return claims or [(False, "no row of relative_difference has a value")]
 
 
@@ -181,35 +175,3 @@ def training_claims(rows: Sequence[Row]) -> list[Claim]:
 
 def _known(rows: Iterable[Row], metric: str) -> list[Row]:
     return [row for row in rows if row.metric == metric and (row.value is not None or row.is_unexpected)]
-
-
-FEWEST_OPERATORS, FEWEST_ARCHITECTURES = 80, 20
-
-
-def operator_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that no operator fails for an unknown reason, and that in each format at least 80 pass, both forward and backward.
-
-    PyTorch's operator database needs additional packages. If one is not installed, the rows have no values, and there are no
-    claims.
-    """
-    failed = [line for line in gaps(rows) if line["status"] == "failed"]
-    claims = [(False, f"{line['operator']}, {line['dtype']}, {line['pass']}: {line['reason']}") for line in failed]
-    counts = [row for row in rows if row.metric == "count" and row.params.get("what") == "passed"]
-    claims += [
-        (
-            row.value is not None and row.value >= FEWEST_OPERATORS,
-            f"only {row.value} operators pass: {row.dtype}, {row.params['pass']} {row.value_reason or ''}".rstrip(),
-        )
-        for row in counts
-        if row.value is not None or "not installed" not in (row.value_reason or "")
-    ]
-    return claims if counts else [*claims, (False, "no operator was checked")]
-
-
-def architecture_claims(rows: Sequence[Row]) -> list[Claim]:
-    """Check that no architecture fails, and that at least 20 architectures pass every step."""
-    failed = [line for line in steps_of(rows) if line["result"].startswith("failed")]
-    claims = [(False, f"{line['architecture']}, {line['step']}: {line['result']}") for line in failed]
-    claims += [(False, f"{row.variant}: {row.value_reason}") for row in rows if row.is_unexpected]
-    passed = [row.value or 0 for row in rows if row.metric == "count" and row.params.get("what", "").startswith("pass")]
-    return [*claims, (max(passed, default=0) >= FEWEST_ARCHITECTURES, f"{max(passed, default=0):g} architectures pass")]

@@ -5,6 +5,7 @@ token is the size of the weights and the cache, divided by the memory bandwidth.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -15,16 +16,16 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import (
     all_samples,
     bandwidth_limit,
+    checked,
     out_of_memory_reason,
     sample_frame,
     speedup_row,
     stream_ceiling,
     timed_row,
 )
-from hyperion.data.text.tokenizer import GPT2_VOCABULARY
-from hyperion.experiments.inference import metrics
 from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
-from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears, stored_tensors
+from hyperion.experiments.inference.layer_checks import stored_tensors
+from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Timing, Verification, bytes_of, largest_error, matmul_precision, time_interleaved
 from hyperion.models import LlamaShape, random_llama_shape
@@ -36,7 +37,6 @@ from hyperion.workloads.fine_tuning import shape_of
 from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
 
 ORIGINAL = "original"
-METRICS = metrics.METRICS
 _COPY = "copy"
 # Number of roundings in a layer that change its output, the residual stream.
 _ROUNDINGS = 8
@@ -68,28 +68,84 @@ class DecodeSpeedOptions(Options):
     positions: int
     time_limit_s: float
 
-    def chosen_schemes(self) -> list[Scheme]:
-        """Return the quantisation schemes that the profile names."""
-        return [scheme for scheme in SCHEMES if scheme.name in self.schemes]
+    def variants(self) -> list["_Variant"]:
+        """Return all variants of all models. The original weights come first."""
+        shapes = {self.trained_model: LANGUAGE_MODELS[self.trained_model].shape}
+        if self.random_model:
+            shapes[self.random_model] = random_llama_shape(self.random_model, self.vocabulary)
+        schemes = (None, *(scheme for scheme in SCHEMES if scheme.name in self.schemes))
+        return [_Variant(self, model, shape, scheme) for model, shape in shapes.items() for scheme in schemes]
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A model with its original weights or with quantised weights.
+
+    Args:
+        options: options of the experiment.
+        model: name of the model.
+        shape: shape of the model according to its name.
+        scheme: quantisation scheme, or None for the original weights.
+    """
+
+    options: DecodeSpeedOptions
+    model: str
+    shape: LlamaShape
+    scheme: Scheme | None
+
+    @property
+    def name(self) -> str:
+        """Name of the variant in rows."""
+        return self.scheme.name if self.scheme else ORIGINAL
+
+    def columns(self, mode: str) -> dict:
+        """Return the columns that the rows of a mode share."""
+        options = self.options
+        params = {"model": self.model, "mode": mode, "positions": options.positions, "new_tokens": options.new_tokens}
+        params["cache"] = "hot"
+        return {"dtype": self.scheme.dtype if self.scheme else self.options.dtype, "params": params}
+
+    def modes(self, device: Device) -> tuple[str, ...]:
+        """Return the modes in which the variant is timed.
+
+        On a CPU, only eager mode is timed: a CPU has no graphs, and in the profile `smoke` compilation takes longer than all
+        decodes. The kernels of bitsandbytes need no compilation. The quantised layers of this library do, because only a compiler
+        fuses the conversion of the weights with the product.
+        """
+        if device.kind == "cpu":
+            return (EAGER,)
+        if self.scheme is None:
+            return MODES
+        return (CAPTURED,) if self.scheme.dtype == "nf4" else (COMPILED,)
+
+    def step_bytes(self, shape: LlamaShape) -> int:
+        """Return the bytes that a decoding step must read from a model of this shape.
+
+        These are the weights of all layers, norms and the head, and the whole cache. A step also reads one row of the embedding,
+        but this row is not counted.
+        """
+        size = FORMATS[self.options.dtype].bytes
+        L, D = shape.num_hidden_layers, shape.hidden_size
+        layers = layer_shapes(shape).values()
+        linear = sum(self.scheme.weight_bytes(n, k) if self.scheme else n * k * size for k, n in layers)
+        head = D // shape.num_attention_heads
+        cache = 2 * L * self.options.positions * shape.num_key_value_heads * head * size
+        return L * linear + size * (shape.vocab_size * D + (2 * L + 1) * D) + cache
 
 
 def forecast(context: Context) -> list[Forecast]:
     """Predict the time per token: the bytes of weights and cache, divided by the measured bandwidth of a copy."""
-    options = DecodeSpeedOptions.of(context)
-    copy = _copy_row(context)
+    options, copy_gb_s = DecodeSpeedOptions.of(context), _copy_gb_s(context)
     forecasts = []
-    for name, shape in _shapes(options):
-        for scheme in (None, *options.chosen_schemes()):
-            bytes_read = step_bytes(shape, options, scheme)
-            if copy is None or not copy.value:
-                estimate, basis = None, "no estimate: this run has no measured copy bandwidth (chapter 1.1)"
-            else:
-                estimate = bytes_read / (copy.value * 1e9)
-                basis = f"{bytes_read / 1e6:,.1f} MB of weights and cache at the measured {copy.value:.4g} GB/s of a copy"
-            variant, mode = (scheme.name if scheme else ORIGINAL), _modes(scheme, context.device)[-1]
-            forecasts.append(
-                Forecast(variant, "decode_time_s", estimate, basis, _dtype(options, scheme), _params(options, name, mode))
-            )
+    for variant in options.variants():
+        bytes_read = variant.step_bytes(variant.shape)
+        if copy_gb_s:
+            estimate = bytes_read / (copy_gb_s * 1e9)
+            basis = f"{bytes_read / 1e6:,.1f} MB of weights and cache at the measured {copy_gb_s:.4g} GB/s of a copy"
+        else:
+            estimate, basis = None, "no estimate: this run has no measured copy bandwidth (chapter 1.1)"
+        columns = variant.columns(variant.modes(context.device)[-1])
+        forecasts.append(Forecast(variant.name, "decode_time_s", estimate, basis, **columns))
     return forecasts[::-1] if options.random_model else forecasts
 
 
@@ -99,49 +155,29 @@ def run(context: Context, report: Report) -> Result:
     The decoded tokens are verified with a forward pass over the whole sequence, without a cache.
     """
     options = DecodeSpeedOptions.of(context)
-    rows, frames = [], []
-    schemes = (None, *options.chosen_schemes())
-    total = len(schemes) * len(_shapes(options))
-    source = ""
-    for place, (name, _) in enumerate(_shapes(options)):
-        for number, scheme in enumerate(schemes):
-            report(place * len(schemes) + number, total, f"{name}, {scheme.name if scheme else ORIGINAL}")
-            columns = {"dtype": _dtype(options, scheme), "params": _params(options, name, MODES[0])}
-            variant = scheme.name if scheme else ORIGINAL
+    variants = options.variants()
+    rows, frames, source = [], [], ""
+    for done, variant in enumerate(variants):
+        report(done, len(variants), f"{variant.model}, {variant.name}")
+        reason = variant.scheme.why_absent(context.device) if variant.scheme else ""
+        if not reason:
             try:
-                if reason := scheme.why_absent(context.device) if scheme else "":
-                    rows.append(context.absent_row(variant, "decode_time_s", reason, **columns))
-                    continue
                 with matmul_precision(FORMATS[options.dtype]):
-                    lm, prompt, source = _model(context, options, name)
-                    if scheme:
-                        replace_linears(lm, scheme, context.device)
-                    new_rows, new_frames = _measure(context, options, name, scheme, lm, prompt)
+                    lm, prompt, source = _model(context, options, variant.model)
+                    if variant.scheme:
+                        replace_linears(lm, variant.scheme, context.device)
+                    new_rows, new_frames = _measure(context, variant, lm, prompt)
+                rows += new_rows
+                frames += new_frames
             except torch.OutOfMemoryError as error:
-                rows.append(context.absent_row(variant, "decode_time_s", out_of_memory_reason(error), **columns))
-                continue
-            rows += new_rows
-            frames += new_frames
-    report(total, total, "done")
+                reason = out_of_memory_reason(error)
+        if reason:
+            rows.append(context.absent_row(variant.name, "decode_time_s", reason, **variant.columns(MODES[0])))
+    report(len(variants), len(variants), "done")
     return Result(rows, all_samples(frames), source)
 
 
 EXPERIMENT = Experiment(forecast, run, options=DecodeSpeedOptions, reads=("bandwidth",), data=TEXT)
-
-
-def step_bytes(shape: LlamaShape, options: DecodeSpeedOptions, scheme: Scheme | None) -> int:
-    """Return the bytes that a decoding step must read.
-
-    These are the weights of all layers, norms and the head, and the whole cache. A step also reads one row of the embedding, but
-    this row is not counted.
-    """
-    size = FORMATS[options.dtype].bytes
-    L, D = shape.num_hidden_layers, shape.hidden_size
-    layers = layer_shapes(shape).values()
-    linear = sum(scheme.weight_bytes(n, k) if scheme else n * k * size for k, n in layers)
-    head = D // shape.num_attention_heads
-    cache = 2 * L * options.positions * shape.num_key_value_heads * head * size
-    return L * linear + size * (shape.vocab_size * D + (2 * L + 1) * D) + cache
 
 
 def bytes_of_step(decoder: StaticDecoder) -> int:
@@ -154,12 +190,10 @@ def bytes_of_step(decoder: StaticDecoder) -> int:
     return total
 
 
-def _measure(
-    context: Context, options: DecodeSpeedOptions, name: str, scheme: Scheme | None, lm: Any, prompt: list[int]
-) -> tuple[list[Row], list[pd.DataFrame]]:
+def _measure(context: Context, variant: _Variant, lm: Any, prompt: list[int]) -> tuple[list[Row], list[pd.DataFrame]]:
     """Time a model in all modes in alternation, and verify the tokens of each mode."""
-    variant, dtype = (scheme.name if scheme else ORIGINAL), _dtype(options, scheme)
-    decoders = {mode: StaticDecoder(lm, options.positions, context.device, mode) for mode in _modes(scheme, context.device)}
+    options = variant.options
+    decoders = {mode: StaticDecoder(lm, options.positions, context.device, mode) for mode in variant.modes(context.device)}
 
     def decode(decoder: StaticDecoder) -> None:
         decoder.rewind(len(prompt))
@@ -170,19 +204,20 @@ def _measure(
     calls = [lambda one=one: decode(one) for one in decoders.values()]
     found = time_interleaved(calls, context.device, cold=False, time_limit_s=options.time_limit_s * len(calls))
     timings = {mode: timing.per_call(options.new_tokens) for mode, timing in zip(decoders, found, strict=True)}
-    bytes_read, rows, frames = step_bytes(shape_of(lm), options, scheme), [], []
+    bytes_read, rows, frames = variant.step_bytes(shape_of(lm)), [], []
     for mode, timing in timings.items():
         check = _verified(decoders[mode], options, len(prompt))
-        columns = {"dtype": dtype, "params": _params(options, name, mode)}
-        rows += _time_rows(context, variant, timing, check, bytes_read, columns)
+        columns = variant.columns(mode)
+        rows += _time_rows(context, variant.name, timing, check, bytes_read, columns)
         if mode != EAGER and EAGER in timings:
             why = "no limit: the same arithmetic, launched in another way"
-            rows.append(speedup_row(context, f"{variant}, {mode}", timing, timings[EAGER], why, check, **columns))
-        frames.append(sample_frame(timing, variant, dtype, columns["params"]))
+            rows.append(speedup_row(context, f"{variant.name}, {mode}", timing, timings[EAGER], why, check, **columns))
+        frames.append(sample_frame(timing, variant.name, **columns))
     counted = bytes_of_step(next(iter(decoders.values())))
-    check = {"check": "bytes computed from shapes and format", "check_error": abs(counted - bytes_read), "check_tolerance": 0}
-    params = _params(options, name, "any") | {"what": "weights and cache that a step reads"}
-    return [*rows, context.row(variant, "weight_bytes", counted, dtype=dtype, params=params, **check)], frames
+    check = checked("bytes computed from shapes and format", abs(counted - bytes_read), 0)
+    columns = variant.columns("any")
+    columns["params"] |= {"what": "weights and cache that a step reads"}
+    return [*rows, context.row(variant.name, "weight_bytes", counted, **columns, **check)], frames
 
 
 def _time_rows(context: Context, variant: str, timing: Timing, check: Verification, bytes_read: int, columns: dict) -> list[Row]:
@@ -190,13 +225,12 @@ def _time_rows(context: Context, variant: str, timing: Timing, check: Verificati
     ceiling, source = bandwidth_limit(context.device, bytes_read)
     least_s = None if ceiling is None else bytes_read / (ceiling * 1e9)
     rows = [timed_row(context, variant, "decode_time_s", timing.estimate, timing, check, (least_s, source), **columns)]
-    copy = _copy_row(context)
-    if copy is None or not copy.value:
+    copy_gb_s = _copy_gb_s(context)
+    if not copy_gb_s:
         reason = "no share: this run has no measured copy bandwidth (chapter 1.1)"
         return [*rows, context.absent_row(variant, "decode_bandwidth_share", reason, **columns)]
-    measured = copy.value
-    share = timing.estimate.map(lambda seconds: bytes_read / seconds / (measured * 1e9))
-    limit = (None, source) if ceiling is None else (ceiling / measured, f"{source}, over the measured copy")
+    share = timing.estimate.map(lambda seconds: bytes_read / seconds / (copy_gb_s * 1e9))
+    limit = (None, source) if ceiling is None else (ceiling / copy_gb_s, f"{source}, over the measured copy")
     return [*rows, timed_row(context, variant, "decode_bandwidth_share", share, timing, None, limit, **columns)]
 
 
@@ -248,38 +282,7 @@ def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[An
     return lm.eval().requires_grad_(False), prompt, ""
 
 
-def _shapes(options: DecodeSpeedOptions) -> list[tuple[str, LlamaShape]]:
-    """Return the name and the shape of each model in the options."""
-    recipe = LANGUAGE_MODELS[options.trained_model]
-    sizes = recipe.width, recipe.layers, recipe.heads, recipe.key_value_heads, recipe.mlp_width
-    shapes = [(options.trained_model, LlamaShape(*sizes, recipe.vocabulary or GPT2_VOCABULARY, tie_word_embeddings=True))]
-    if options.random_model:
-        shapes.append((options.random_model, random_llama_shape(options.random_model, options.vocabulary)))
-    return shapes
-
-
-def _modes(scheme: Scheme | None, device: Device) -> tuple[str, ...]:
-    """Return the modes in which a variant is timed.
-
-    On a CPU, only eager mode is timed: a CPU has no graphs, and in the profile `smoke` compilation takes longer than all decodes.
-    The kernels of bitsandbytes need no compilation. The quantised layers of this library do, because only a compiler fuses the
-    conversion of the weights with the product.
-    """
-    if device.kind == "cpu":
-        return (EAGER,)
-    if scheme is None:
-        return MODES
-    return (CAPTURED,) if scheme.dtype == "nf4" else (COMPILED,)
-
-
-def _dtype(options: DecodeSpeedOptions, scheme: Scheme | None) -> str:
-    return scheme.dtype if scheme else options.dtype
-
-
-def _params(options: DecodeSpeedOptions, name: str, mode: str) -> dict:
-    return {"model": name, "mode": mode, "positions": options.positions, "new_tokens": options.new_tokens, "cache": "hot"}
-
-
-def _copy_row(context: Context) -> Row | None:
-    """Return the row of the fastest copy of the largest arrays, as measured in this run, or None if there is none."""
-    return stream_ceiling(row for row in context.upstream if row.variant == _COPY)
+def _copy_gb_s(context: Context) -> float | None:
+    """Return the bandwidth of the fastest copy of the largest arrays, as measured in this run, or None if there is none."""
+    copy = stream_ceiling(row for row in context.upstream if row.variant == _COPY)
+    return copy.value if copy else None

@@ -1,4 +1,4 @@
-"""Quantise a model to int8 with ONNX Runtime's tools, and run it with the CPU provider.
+"""Quantise a model to int8 with ONNX Runtime's tools.
 
 Weights are unsigned 8-bit integers around 128, with one scale for each output or output channel. Unsigned weights give exact
 integer products on every CPU. With signed weights, sums of products saturate at 16 bits on CPUs without VNNI instructions.
@@ -14,14 +14,11 @@ There are three kinds of quantisation:
 """
 
 import contextlib
-import importlib.util
 import io
-import json
 import logging
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference.backends import session_options
+from hyperion.experiments.inference.onnx_sessions import CPU_PROVIDER
 
-PROVIDER = "CPUExecutionProvider"
 DYNAMIC, STATIC, DIVERGENCE = "int8 dynamic", "int8 static", "int8 static, divergence"
 KINDS = (DYNAMIC, STATIC, DIVERGENCE)
 # Operators of ONNX Runtime that multiply integers. Its optimizer creates the fused ones from standard ONNX operators.
@@ -51,13 +47,6 @@ _STEPS = 255  # steps between the smallest and the largest of 256 values
 # The histogram has 1024 bins. The search for the smallest divergence considers every symmetric range of 128 bins or more. With
 # the default histogram of 128 bins, the whole range would be the only choice.
 _HISTOGRAM = {"num_bins": 1024, "num_quantized_bins": 128, "symmetric": True}
-
-
-def why_no_onnx() -> str:
-    """Return the reason why ONNX Runtime or PyTorch's ONNX exporter cannot be used here, or an empty string if both can."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    names = " and ".join(missing)
-    return f"unavailable: {names} not installed; next step: pip install {' '.join(missing)}" if missing else ""
 
 
 def export(model: nn.Module, example: Tensor, path: Path) -> Path:
@@ -134,7 +123,7 @@ def quantise(kind: str, source: Path, target: Path, calibration: Sequence[Tensor
             _reader(calibration),
             quant_format=QuantFormat.QDQ,
             activation_type=QuantType.QUInt8,
-            calibration_providers=[PROVIDER],
+            calibration_providers=[CPU_PROVIDER],
             **shared,
         )
     return target
@@ -166,7 +155,12 @@ def _ranges_of_least_divergence(source: Path, augmented: Path, calibration: Sequ
     from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator
 
     calibrator = create_calibrator(
-        str(source), list(_PRODUCTS), str(augmented), CalibrationMethod.Entropy, providers=[PROVIDER], extra_options=_HISTOGRAM
+        str(source),
+        list(_PRODUCTS),
+        str(augmented),
+        CalibrationMethod.Entropy,
+        providers=[CPU_PROVIDER],
+        extra_options=_HISTOGRAM,
     )
     # Collect all inputs in one call. If a later call had larger values, the calibrator would add bins to its histograms, and the
     # search would take much longer.
@@ -174,40 +168,6 @@ def _ranges_of_least_divergence(source: Path, augmented: Path, calibration: Sequ
     found = calibrator.compute_data()
     augmented.unlink()
     return {name: data.range_value for name, data in found.items()}
-
-
-class Session:
-    """An ONNX model with ONNX Runtime's CPU provider, callable with a tensor.
-
-    Args:
-        path: path of the ONNX file.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._session = self._open(profiling="")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs. A batch that is smaller than the exported one is padded with copies of its first example."""
-        missing = self._session.get_inputs()[0].shape[0] - len(x)
-        full = torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) if missing else x
-        return torch.from_numpy(self._session.run(None, {"x": full.numpy()})[0][: len(x)])
-
-    def _open(self, profiling: str) -> Any:
-        import onnxruntime
-
-        return onnxruntime.InferenceSession(str(self.path), session_options(profiling), providers=[PROVIDER])
-
-    def what_ran(self, x: Tensor) -> tuple[Counter[str], set[str]]:
-        """Run once under ONNX Runtime's profiler. Return how often each operator was called, and the providers that ran them."""
-        session = self._open(profiling=str(self.path.with_suffix("")))
-        session.run(None, {"x": x.numpy()})
-        trace = Path(session.end_profiling())
-        events = [event["args"] for event in json.loads(trace.read_text()) if event.get("cat") == "Node"]
-        trace.unlink()
-        # Each node has one event with a provider.
-        ran = [(event["op_name"], event["provider"]) for event in events if "provider" in event]
-        return Counter(operator for operator, _ in ran), {provider for _, provider in ran}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def samples_needed(share: float) -> int:
         share: the percentile as a share, such as 0.99.
     """
     tail = (1 - CONFIDENCE) / 2
-    return max(math.ceil(math.log(tail) / math.log(max(share, 1 - share))), 6)
+    return math.ceil(math.log(tail) / math.log(max(share, 1 - share)))
 
 
 def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
@@ -44,17 +44,13 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
     """
     from scipy import stats  # slow to import
 
-    ordered, n, needed = np.sort(np.asarray(samples, dtype=float)), len(samples), samples_needed(share)
+    n, needed = len(samples), samples_needed(share)
     if n < needed:
         raise HyperionError(
             f"{n} samples give no interval of the percentile {100 * share:g}",
             where="percentile",
             next_step=f"take {needed} samples",
         )
-    tail = (1 - CONFIDENCE) / 2
-    # The k-th and the l-th smallest samples are the ends of the interval. At least k samples are below the true percentile with a
-    # probability of at least 97.5 %, and fewer than l samples are below it with a probability of at least 97.5 %.
-    low = int(stats.binom.ppf(tail, n, share)) - 1
-    high = int(stats.binom.ppf(1 - tail, n, share))
-    value = float(np.quantile(ordered, share, method="higher"))  # no interpolation, because a failed request is infinite
-    return Estimate(value, min(value, float(ordered[max(low, 0)])), max(value, float(ordered[min(high, n - 1)])), n)
+    value = float(np.quantile(samples, share, method="higher"))  # no interpolation, because a failed request is infinite
+    interval = stats.quantile_test(samples, p=share).confidence_interval(CONFIDENCE)
+    return Estimate(value, min(value, float(interval.low)), max(value, float(interval.high)), n)

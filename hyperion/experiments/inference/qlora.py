@@ -10,7 +10,6 @@ A variant and its twin start from the same trained model and use the same batche
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,22 +21,14 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
-from hyperion.data.text.tokenizer import GPT2_VOCABULARY
-from hyperion.experiments.inference import metrics
+from hyperion.experiments.inference.layer_checks import stored_error, stored_tensors, weight_bytes_of
 from hyperion.experiments.inference.quality import clustered_mean
-from hyperion.experiments.inference.quantized_linears import (
-    Nf4,
-    bitsandbytes_library,
-    replace_linears,
-    stored_error,
-    stored_tensors,
-    weight_bytes_of,
-    why_no_bitsandbytes,
-)
+from hyperion.experiments.inference.quantized_linears import Nf4, bitsandbytes_library, replace_linears, why_no_bitsandbytes
 from hyperion.measure import bytes_of, state_of
 from hyperion.measure.clock.verify import largest_error
-from hyperion.models import LlamaLM
-from hyperion.results import Row
+from hyperion.models import LlamaLM, LlamaShape
+from hyperion.models.llama import layer_shapes
+from hyperion.results import Estimate, Row
 from hyperion.training import (
     LanguageEngine,
     TrainingPlan,
@@ -51,11 +42,10 @@ from hyperion.training import (
 )
 from hyperion.workloads.datasets import TEXT
 from hyperion.workloads.fine_tuning import FineTuningData, base_model, fine_tuning_data, frozen_dtype, with_lora
-from hyperion.workloads.trained_models import LANGUAGE_MODELS, LanguageRecipe, trained_language_model
+from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
 
 LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"
 TWINS = {QLORA: LORA, ADAMW_8BIT: ADAMW}
-METRICS = metrics.METRICS
 # Largest loss of 8-bit AdamW above that of AdamW, in nats, as a mean over all steps. The mean losses differ by 0.0001 over 200
 # steps on an H100, and by at most 0.0005 over 20 steps on a CPU, for five seeds.
 _ADAMW_BOUND_NATS = 0.02
@@ -93,7 +83,7 @@ class QloraOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Predict the size of the optimizer state from the shapes of the parameters and the format of the moments."""
     options = QloraOptions.of(context)
-    sizes = _parameter_sizes(LANGUAGE_MODELS[options.trained_model])
+    sizes = _parameter_sizes(LANGUAGE_MODELS[options.trained_model].shape)
     params = {"model": options.trained_model}
     return [
         Forecast(variant, "optimizer_state_bytes", state_bytes(variant, sizes), basis, params=params)
@@ -114,21 +104,25 @@ def run(context: Context, report: Report) -> Result:
     data = fine_tuning_data(
         context, str(trained.folder), options.sequence_length, held_out_rows=options.held_out_rows, quiet=True
     )
-    shared = {"params": {"model": options.trained_model}, "data_source": data.rows.source}
     rows: list[Row] = []
     losses: dict[str, list[float]] = {}
     for done, variant in enumerate((LORA, QLORA, ADAMW, ADAMW_8BIT)):
         report(done, 4, variant)
         if variant in TWINS and (reason := why_no_bitsandbytes(context.device)):
-            rows.append(context.absent_row(variant, "loss_difference_nats", reason, **shared))
+            rows.append(context.absent_row(variant, "loss_difference_nats", reason, **_columns(options, data)))
             continue
-        losses[variant], new_rows = _train(context, options, data, variant, shared)
+        losses[variant], new_rows = _train(context, options, data, variant)
         rows += new_rows
     for variant, twin in TWINS.items():
         if variant in losses:
             bound_nats = options.qlora_bound_nats if variant == QLORA else _ADAMW_BOUND_NATS
-            mine, theirs = np.array(losses[variant]), np.array(losses[twin])
-            rows.append(_difference_row(context, variant, mine, theirs, bound_nats, shared))
+            difference = np.array(losses[variant]) - np.array(losses[twin])
+            mean = clustered_mean(difference, np.arange(options.steps) // _CLUSTER)
+            # The check is on the mean instead of the interval, because the few steps of a small profile have an interval that is
+            # wider than the bound.
+            check = checked("nats above the loss of the twin", max(mean.value, 0.0), bound_nats)
+            columns = _columns(options, data, twin=twin, steps=options.steps)
+            rows.append(context.row(variant, "loss_difference_nats", mean, **columns, **check))
     report(4, 4, "done")
     curves = [
         pd.DataFrame({"kind": "loss curve", "variant": variant, "step": range(1, len(curve) + 1), "loss": curve})
@@ -155,51 +149,30 @@ def state_bytes(variant: str, sizes: Sequence[int]) -> int:
     return moments + sum(8 * size for size in sizes if size < _SMALLEST_8BIT) + (2 * _TABLE_BYTES if large else 0)
 
 
-@dataclass(frozen=True)
-class _Base:
-    """Frozen base model to which adapters are added.
-
-    Args:
-        model: the transformers model.
-        layers: the quantised layers of the model. Empty if the model has its original weights.
-    """
-
-    model: nn.Module
-    layers: tuple[nn.Module, ...]
-
-    def sha256(self) -> str:
-        """Return the SHA-256 of all frozen weights, including the scales and tables of quantised weights."""
-        digest = hashlib.sha256(frozen_sha256(self.model).encode())
-        for layer in self.layers:
-            for tensor in stored_tensors(layer):
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+def _columns(options: QloraOptions, data: FineTuningData, **params: Any) -> dict:
+    """Return the columns that all rows share. `params` are additional params of the row."""
+    return {"params": {"model": options.trained_model} | params, "data_source": data.rows.source}
 
 
-def _train(
-    context: Context, options: QloraOptions, data: FineTuningData, variant: str, shared: dict
-) -> tuple[list[float], list[Row]]:
+def _train(context: Context, options: QloraOptions, data: FineTuningData, variant: str) -> tuple[list[float], list[Row]]:
     """Train a variant. Return the loss of each step, and its rows."""
     device, precision = context.device, choose_precision(context.device, "auto")
     adapters = variant in (LORA, QLORA)
-    model = base_model(context, data, frozen_dtype(precision) if adapters else torch.float32)
-    layers: tuple[nn.Module, ...] = ()
+    model: Any = base_model(context, data, frozen_dtype(precision) if adapters else torch.float32)
+    layers: list[Any] = []
     errors: list[tuple[float, float]] = []
     if variant == QLORA:
         originals = replace_linears(model, BASE, device)
-        layers = tuple(model.get_submodule(name) for name in originals)
+        layers = [model.get_submodule(name) for name in originals]
         errors = [stored_error(BASE, weight, layer) for weight, layer in zip(originals.values(), layers, strict=True)]
         for layer in layers:
             # On CPUs with AVX512-BF16, bitsandbytes reorders the weights during evaluation for a kernel that has no backward
             # pass. Later training steps would also use this kernel, and earlier layers would get no gradient.
-            own: Any = layer
-            own.support_avx512bf16_for_cpu = False
+            layer.support_avx512bf16_for_cpu = False
         del originals
         # With this attribute, peft uses its adapter class for the layers of bitsandbytes.
-        marked: Any = model
-        marked.is_loaded_in_4bit = True
-    base = _Base(model, layers)
-    before = base.sha256() if adapters else ""
+        model.is_loaded_in_4bit = True
+    before = _sha256(model, layers) if adapters else ""
     lm = with_lora(model, context.seed) if adapters else LlamaLM(model)
     rate = options.adapter_rate if adapters else options.full_rate
     optimizer = _optimizer(variant, lm, rate)
@@ -215,21 +188,35 @@ def _train(
     batches = InstructionBatches(data.train, options.batch_size, context.seed, device=device.torch_device)
     history = train(engine, batches, TrainingPlan(steps=options.steps))
     end = engine.evaluate(held_out())
-    dtype = precision.dtype
-    rows = [_loss_row(context, variant, dtype, step, one, shared) for step, one in ((0, start), (options.steps, end))]
+    rows = []
+    for step, scored in ((0, start), (options.steps, end)):
+        columns = _columns(options, data, step=step, split="held out", tokens="completion")
+        columns |= {"limit": None, "limit_source": "no limit: what rows say is not certain"}
+        loss, half = scored["loss"], 1.96 * scored["standard_error_nats"]
+        mean = Estimate(loss, loss - half, loss + half, int(scored["tokens"]))
+        rows.append(context.row(variant, "validation_loss", mean, dtype=precision.dtype, **columns))
     if adapters:
-        check = checked("sha256 of the frozen weights, scales and tables", float(base.sha256() != before), 0)
-        columns = shared | {"params": shared["params"] | {"what": "base weights after training"}, "dtype": dtype}
-        rows.append(context.row(variant, "relative_difference", check["check_error"], **columns, **check))
+        changed = float(_sha256(model, layers) != before)
+        columns = _columns(options, data, what="base weights after training") | {"dtype": precision.dtype}
+        name = "sha256 of the frozen weights, scales and tables"
+        rows.append(context.error_row(variant, "relative_difference", changed, name, 0, **columns))
     if errors:
         # A small model trains about as well with wrong scales, because its adapters correct them. So the losses cannot verify
         # the weights.
         check = checked("float64, largest error over its bound", largest_error(ratio for _, ratio in errors), 1.0)
-        columns = shared | {"params": shared["params"] | {"what": "base weights before training"}, "dtype": BASE.dtype}
+        columns = _columns(options, data, what="base weights before training") | {"dtype": BASE.dtype}
         worst = largest_error(error for error, _ in errors)
         rows.append(context.row(variant, "relative_difference", worst, **columns, **check))
-    rows += _byte_rows(context, variant, lm, optimizer, base, shared)
-    return history.losses, rows
+    return history.losses, rows + _byte_rows(context, variant, lm, optimizer, layers, _columns(options, data))
+
+
+def _sha256(model: nn.Module, layers: list[Any]) -> str:
+    """Return the SHA-256 of all frozen weights of a model, including the scales and tables of its quantised layers."""
+    digest = hashlib.sha256(frozen_sha256(model).encode())
+    for layer in layers:
+        for tensor in stored_tensors(layer):
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _optimizer(variant: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -240,7 +227,7 @@ def _optimizer(variant: str, model: nn.Module, rate: float) -> torch.optim.Optim
 
 
 def _byte_rows(
-    context: Context, variant: str, model: nn.Module, optimizer: torch.optim.Optimizer, base: _Base, shared: dict
+    context: Context, variant: str, model: nn.Module, optimizer: torch.optim.Optimizer, layers: list[Any], columns: dict
 ) -> list[Row]:
     """Return the rows with the bytes of the optimizer state and, for adapters on a quantised base, of the base weights."""
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
@@ -248,47 +235,17 @@ def _byte_rows(
     measured = bytes_of(state_of(model, optimizer)["optimizer state"])
     computed = state_bytes(ADAMW_8BIT if variant == ADAMW_8BIT else ADAMW, sizes)
     check = checked("bytes computed from shapes and format", abs(measured - computed), 0)
-    rows = [context.row(variant, "optimizer_state_bytes", measured, **shared, **check)]
-    if base.layers:
-        stored = weight_bytes_of(base.layers)
-        shapes: list[Any] = list(base.layers)
-        expected = sum(BASE.weight_bytes(layer.out_features, layer.in_features) for layer in shapes)
+    rows = [context.row(variant, "optimizer_state_bytes", measured, **columns, **check)]
+    if layers:
+        stored = weight_bytes_of(layers)
+        expected = sum(BASE.weight_bytes(layer.out_features, layer.in_features) for layer in layers)
         check = checked("bytes computed from the format", abs(stored - expected), 0)
-        rows.append(context.row(variant, "weight_bytes", stored, dtype=BASE.dtype, **shared, **check))
+        rows.append(context.row(variant, "weight_bytes", stored, dtype=BASE.dtype, **columns, **check))
     return rows
 
 
-def _loss_row(context: Context, variant: str, dtype: str, step: int, scored: dict[str, float], shared: dict) -> Row:
-    """Return the row with the mean loss per held-out completion token."""
-    half = 1.96 * scored["standard_error_nats"]
-    return context.row(
-        variant,
-        "validation_loss",
-        scored["loss"],
-        dtype=dtype,
-        n=int(scored["tokens"]),
-        ci_low=scored["loss"] - half,
-        ci_high=scored["loss"] + half,
-        limit=None,
-        limit_source="no limit: what rows say is not certain",
-        **(shared | {"params": shared["params"] | {"step": step, "split": "held out", "tokens": "completion"}}),
-    )
-
-
-def _difference_row(context: Context, variant: str, losses: np.ndarray, twin: np.ndarray, bound_nats: float, shared: dict) -> Row:
-    """Return the row with the mean difference between the training losses of a variant and its twin, over all steps.
-
-    The check is on the mean instead of the interval, because the few steps of a small profile have an interval that is wider than
-    the bound.
-    """
-    mean = clustered_mean(losses - twin, np.arange(len(losses)) // _CLUSTER)
-    params = shared["params"] | {"twin": TWINS[variant], "steps": len(losses)}
-    check = checked("nats above the loss of the twin", max(mean.value, 0.0), bound_nats)
-    return context.row(variant, "loss_difference_nats", mean, **(shared | {"params": params}), **check)
-
-
-def _parameter_sizes(recipe: LanguageRecipe) -> list[int]:
-    """Return the number of elements of each parameter of a trained Llama whose head shares its weights with the embedding."""
-    D, wide, key_width = recipe.width, recipe.mlp_width, recipe.width // recipe.heads * recipe.key_value_heads
-    layer = [D * D, D * D, D * key_width, D * key_width, D * wide, D * wide, D * wide, D, D]
-    return [(recipe.vocabulary or GPT2_VOCABULARY) * D, *recipe.layers * layer, D]
+def _parameter_sizes(shape: LlamaShape) -> list[int]:
+    """Return the number of elements of each parameter of a Llama whose head shares its weights with the embedding."""
+    D = shape.hidden_size
+    layer = [*(n * k for k, n in layer_shapes(shape).values()), D, D]
+    return [shape.vocab_size * D, *shape.num_hidden_layers * layer, D]

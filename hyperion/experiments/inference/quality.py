@@ -8,9 +8,36 @@ import math
 
 import numpy as np
 
+from hyperion.data import IGNORE_INDEX
+from hyperion.hardware import detect_cpu
 from hyperion.results import Estimate
+from hyperion.workloads.trained_models import CLASSIFIER, Scores, TrainedModel
 
 _NORMAL = 1.959964  # half the width of a normal distribution's 95 % interval, in standard deviations
+
+
+def change_of_quality(trained: TrainedModel, scores: Scores, original: Scores, records: int | None) -> tuple[str, Estimate]:
+    """Return the metric and the value of a variant's quality relative to the original model on the same data.
+
+    Args:
+        trained: the original model.
+        scores, original: scores of the variant and of the original model.
+        records: number of windows or images that were scored. None means all.
+    """
+    if trained.kind == CLASSIFIER:
+        return "accuracy_difference", accuracy_difference(scores.correct, original.correct)
+    return "perplexity_ratio", perplexity_ratio(scores.losses, original.losses, windows_of_tokens(trained, records))
+
+
+def windows_of_tokens(trained: TrainedModel, records: int | None) -> np.ndarray:
+    """Return the window number of each token of a language model's held-out data that is scored, int [n].
+
+    Args:
+        trained: the language model.
+        records: number of windows that were scored. None means all.
+    """
+    targets = trained.held_out(detect_cpu())[1][:records]
+    return np.nonzero((targets != IGNORE_INDEX).numpy())[0]
 
 
 def clustered_mean(values: np.ndarray, clusters: np.ndarray) -> Estimate:

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights, the sizes of these weights in bytes, and bounds on their errors.
+"""Linear layers with quantised weights. Each scheme knows the size of a weight in bytes and a bound on its error.
 
 A format stores each weight as an integer or a short code. Several weights share a scale. The error of a weight is at most half
 the distance between two neighbouring values of the format. This gives a bound on the error of each element of a layer's output.
@@ -10,25 +10,20 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, fp8_format
-from hyperion.measure import FORMATS, bytes_of
+from hyperion.measure import FORMATS
 
 GROUP = 32  # number of inputs that share a scale in the int4 format
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # number of weights, and of scales, that share a scale in bitsandbytes
-_INT8, _INT4 = 127.0, 7.0
+LARGEST_INT8, LARGEST_INT4 = 127.0, 7.0
 _TINY = torch.finfo(torch.float32).tiny  # smallest scale, used for a group of zeros
-_SCALE_ROUNDING = (
-    2.0**-15
-)  # the relative error of a float32 scale is 2^-24, so a value of 127 steps has an error of 2^-16 half steps
 _CODE_BYTES, _NESTED_CODE_BYTES, _OFFSET_BYTES = 16 * 4, 256 * 4, 4  # sizes of bitsandbytes' float32 tables
 
 
@@ -60,8 +55,8 @@ class Int8Linear(nn.Module):
     def __init__(self, weight_NK: Tensor):
         super().__init__()
         weight_NK = weight_NK.float()  # a 16-bit division by the scale would add another rounding error
-        scale_N = weight_NK.abs().amax(1).clamp_min(_TINY) / _INT8
-        self.register_buffer("q_NK", (weight_NK / scale_N[:, None]).round().clamp(-_INT8, _INT8).to(torch.int8))
+        scale_N = weight_NK.abs().amax(1).clamp_min(_TINY) / LARGEST_INT8
+        self.register_buffer("q_NK", (weight_NK / scale_N[:, None]).round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8))
         self.register_buffer("scale_N", scale_N)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,8 +78,8 @@ class Int4Linear(nn.Module):
         super().__init__()
         weight_NK = weight_NK.float()
         groups = weight_NK.unflatten(1, (-1, GROUP))
-        scale_NG = groups.abs().amax(2).clamp_min(_TINY) / _INT4
-        values = (groups / scale_NG[..., None]).round().clamp(-_INT4, _INT4).flatten(1)
+        scale_NG = groups.abs().amax(2).clamp_min(_TINY) / LARGEST_INT4
+        values = (groups / scale_NG[..., None]).round().clamp(-LARGEST_INT4, LARGEST_INT4).flatten(1)
         self.register_buffer("packed", pack_int4(values))
         self.register_buffer("scale_NG", scale_NG)
 
@@ -144,8 +139,8 @@ class Scheme(ABC):
         dtype: number format of the stored weights in rows.
     """
 
-    name: ClassVar[str]
-    dtype: ClassVar[str]
+    name: str
+    dtype: str
 
     def why_absent(self, device: Device) -> str:
         """Return the reason why the scheme cannot run on a device, or an empty string if it can."""
@@ -188,7 +183,7 @@ class Int8WeightOnly(Scheme):
         return n * k + 4 * n
 
     def weight_error(self, weight_NK: Tensor) -> Tensor:
-        return (weight_NK.double().abs().amax(1, keepdim=True) / _INT8 / 2).expand(weight_NK.shape)
+        return (weight_NK.double().abs().amax(1, keepdim=True) / LARGEST_INT8 / 2).expand(weight_NK.shape)
 
 
 class Int4WeightOnly(Scheme):
@@ -204,7 +199,7 @@ class Int4WeightOnly(Scheme):
 
     def weight_error(self, weight_NK: Tensor) -> Tensor:
         groups = weight_NK.double().unflatten(1, (-1, GROUP))
-        return (groups.abs().amax(2, keepdim=True) / _INT4 / 2).expand(groups.shape).flatten(1)
+        return (groups.abs().amax(2, keepdim=True) / LARGEST_INT4 / 2).expand(groups.shape).flatten(1)
 
 
 class Fp8(Scheme):
@@ -218,10 +213,7 @@ class Fp8(Scheme):
 
     def __init__(self, by_row: bool):
         self.by_row = by_row
-        self.name = "fp8, a scale for each row" if by_row else "fp8, a scale for each tensor"  # pyright: ignore[reportAttributeAccessIssue]
-        # The bound is computed for the OCP format and also holds for the fnuz format. Both have 3 mantissa bits. Relative to its
-        # maximum, the smallest number of the OCP format is larger, so the bound of this format is larger, too.
-        self._info = torch.finfo(torch.float8_e4m3fn)
+        self.name = "fp8, a scale for each row" if by_row else "fp8, a scale for each tensor"
 
     def why_absent(self, device: Device) -> str:
         supported, reason = device.supports("fp8")
@@ -234,20 +226,16 @@ class Fp8(Scheme):
         return n * k + 4 * (n if self.by_row else 1)
 
     def weight_error(self, weight_NK: Tensor) -> Tensor:
-        return self._error(weight_NK)
-
-    def input_error(self, x_MK: Tensor) -> Tensor:
-        return self._error(x_MK)
-
-    def _error(self, values: Tensor) -> Tensor:
-        """Return half the distance between neighbouring fp8 values.
-
-        For normal numbers this distance is proportional to the number. For subnormal numbers it is constant.
-        """
-        magnitudes, info = values.double().abs(), self._info
+        # Half the distance between neighbouring fp8 values. For normal numbers this distance is proportional to the number. For
+        # subnormal numbers it is constant. The bound is computed for the OCP format and also holds for the fnuz format. Both have
+        # 3 mantissa bits. Relative to its maximum, the smallest number of the OCP format is larger, so its bound is larger, too.
+        magnitudes, info = weight_NK.double().abs(), torch.finfo(torch.float8_e4m3fn)
         absmax = magnitudes.amax(1, keepdim=True) if self.by_row else magnitudes.amax()
         smallest = info.tiny * info.eps / 2 * absmax / info.max
         return torch.maximum(magnitudes * info.eps / 2, smallest)
+
+    def input_error(self, x_MK: Tensor) -> Tensor:
+        return self.weight_error(x_MK)
 
     def roundoff(self, k: int, dtype: torch.dtype) -> float:
         # 2^-8 allows for rounding the output to bf16. On Hopper, the fp8 units add blocks of 128 terms with 14 bits. This causes
@@ -302,13 +290,12 @@ class LlmInt8(Scheme):
         return n * k + 4 * n
 
     def weight_error(self, weight_NK: Tensor) -> Tensor:
-        # bitsandbytes converts weights to fp16 before it quantises them. This rounding adds a relative error of at most 2^-11.
+        # bitsandbytes converts to fp16 before it quantises. This rounding adds a relative error of at most 2^-11.
         magnitudes = weight_NK.double().abs()
-        return magnitudes.amax(1, keepdim=True) / _INT8 / 2 * 1.001 + magnitudes * 2.0**-11
+        return magnitudes.amax(1, keepdim=True) / LARGEST_INT8 / 2 * 1.001 + magnitudes * 2.0**-11
 
     def input_error(self, x_MK: Tensor) -> Tensor:
-        magnitudes = x_MK.double().abs()
-        return magnitudes.amax(1, keepdim=True) / _INT8 / 2 * 1.001 + magnitudes * 2.0**-11
+        return self.weight_error(x_MK)
 
     def roundoff(self, k: int, dtype: torch.dtype) -> float:
         return super().roundoff(k, torch.float16)
@@ -328,7 +315,7 @@ class Nf4(Scheme):
 
     def __init__(self, double: bool):
         self.double = double
-        self.name = "NF4, double quantisation" if double else "NF4"  # pyright: ignore[reportAttributeAccessIssue]
+        self.name = "NF4, double quantisation" if double else "NF4"
 
     def why_absent(self, device: Device) -> str:
         return why_no_bitsandbytes(device)
@@ -389,43 +376,6 @@ def _largest_gap(code: Tensor) -> float:
     return max(values.diff().max().item(), ends)
 
 
-def stored_tensors(layer: nn.Module) -> list[Tensor]:
-    """Return the tensors that a quantised layer stores for its weight: codes, scales, and tables."""
-    weight: Any = getattr(layer, "weight", None)
-    state: Any = getattr(weight, "quant_state", None)
-    if state is not None:
-        nested = [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
-        return [weight.data, state.absmax, state.code, *nested]
-    if hasattr(weight, "SCB"):
-        return [weight.data, _row_scales(layer)]
-    return [*layer.parameters(), *layer.buffers()]
-
-
-def represented_weight(layer: nn.Module) -> Tensor:
-    """Return the weights [N, K] that the stored values of a quantised layer represent, in float64.
-
-    The stored bytes of bitsandbytes are decoded here, without its kernels, so that the result can verify these kernels.
-    """
-    module: Any = layer
-    if isinstance(layer, Int8Linear | Int4Linear | Fp8Linear):
-        return layer.weight()
-    state: Any = getattr(module.weight, "quant_state", None)
-    if state is None:
-        return module.weight.data.double() * _row_scales(layer).double()[:, None] / _INT8
-    absmax = state.absmax
-    if state.nested:
-        scales = state.state2.absmax.double().repeat_interleave(state.state2.blocksize)[: len(absmax)]
-        absmax = state.state2.code.double()[absmax.long()] * scales + state.offset.double()
-    codes = (unpack_int4(module.weight.data.view(1, -1)).flatten() + 8).long()
-    values = state.code.double()[codes].unflatten(0, (-1, state.blocksize)) * absmax.double()[:, None]
-    return values.flatten().view(*state.shape)
-
-
-def _row_scales(layer: Any) -> Tensor:
-    """Return the scales of an LLM.int8() layer. The first call of the layer moves them from its weight to its state."""
-    return layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-
-
 def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[str, Tensor]:
     """Quantise the linear layers in the blocks (`layers`) of a model in place. The embedding and the head are not changed.
 
@@ -450,75 +400,3 @@ def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[st
     for name, linear in linears.items():
         model.set_submodule(name, scheme.convert(linear.weight.detach(), device))
     return {name: linear.weight.detach() for name, linear in linears.items()}
-
-
-def output_bound(
-    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor, roundoff: float
-) -> Tensor:
-    """Return a bound on the error of each element of y = product(x, weight), where `product` is linear in both arguments.
-
-    The bound is |y' - y| <= |x| dw + dx |w| + dx dw + roundoff (|x| + dx) (|w| + dw), computed in float64.
-
-    Args:
-        product: the layer as a function of input and weight, such as `torch.nn.functional.linear`.
-        x, weight: input and weight.
-        dx, dw: bounds on the errors of the input and of the weight.
-        roundoff: bound on the rounding errors of the product, relative to the sum of the magnitudes of its terms.
-    """
-    x, weight = x.double().abs(), weight.double().abs()
-    exact, disturbed = product(x, weight), product(x + dx, weight + dw)
-    return disturbed - exact + roundoff * disturbed
-
-
-def layer_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Compare a quantised layer with a float64 layer that has the original weights.
-
-    Returns:
-        (relative Frobenius error of the output, largest ratio of a stored weight's error to its bound, largest ratio of an output
-        element's error to its bound).
-    """
-    x_MK, y_MN = x.flatten(0, -2), y.flatten(0, -2).double()
-    dw = scheme.weight_error(weight_NK)
-    exact = F.linear(x_MK.double(), weight_NK.double())
-    bound = output_bound(F.linear, x_MK, weight_NK, scheme.input_error(x_MK), dw, scheme.roundoff(weight_NK.shape[1], x.dtype))
-    of_output = (y_MN - exact).abs()
-    of_weight = stored_error(scheme, weight_NK, layer)[1]
-    return (of_output.norm() / exact.norm()).item(), of_weight, _largest_ratio(of_output, bound)
-
-
-def stored_error(scheme: Scheme, weight_NK: Tensor, layer: nn.Module) -> tuple[float, float]:
-    """Compare the stored weights of a quantised layer with the original weights.
-
-    Returns:
-        (relative Frobenius error, largest ratio of a stored weight's error to its bound).
-    """
-    exact = weight_NK.double()
-    error = (represented_weight(layer) - exact).abs()
-    return (error.norm() / exact.norm()).item(), _largest_ratio(error, scheme.weight_error(weight_NK))
-
-
-def _largest_ratio(errors: Tensor, bounds: Tensor) -> float:
-    """Return the largest ratio of an error to its bound, or NaN if an error is NaN. The ratio is 0 if error and bound are 0."""
-    return (errors / (bounds * (1 + _SCALE_ROUNDING)).clamp_min(torch.finfo(torch.float64).tiny)).max().item()
-
-
-def what_ran(call: Callable[[], object], device: Device) -> str:
-    """Call a function once under the profiler. Return the name of its longest kernel, or on a CPU of its longest operator.
-
-    On a CPU, operators of bitsandbytes take precedence over all others, even if a PyTorch operator takes longer.
-    """
-    gpu = device.kind != "cpu"
-    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
-        call()
-        if gpu:  # the profiler records only kernels that have finished before it stops
-            torch.cuda.synchronize(device.torch_device)
-    events: list[Any] = list(watch.key_averages())
-    own = [event for event in events if event.key.startswith(("bitsandbytes::", "MatMul8bit", "MatMul4Bit"))]
-    if gpu:
-        return max(events, key=lambda event: event.self_device_time_total).key
-    return max(own or events, key=lambda event: event.self_cpu_time_total).key
-
-
-def weight_bytes_of(layers: Iterable[nn.Module]) -> int:
-    """Return the bytes of the stored weights of quantised layers."""
-    return sum(bytes_of(stored_tensors(layer)) for layer in layers)

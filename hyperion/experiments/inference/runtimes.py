@@ -19,27 +19,18 @@ import gc
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import (
-    all_samples,
-    check_columns,
-    gemm_limit,
-    out_of_memory_reason,
-    sample_frame,
-    speedup_row,
-    timed_columns,
-)
+from hyperion.chapter.rows import all_samples, gemm_limit, out_of_memory_reason, sample_frame, speedup_row, timed_row
 from hyperion.chapter.variants import run_variant
-from hyperion.data import IGNORE_INDEX
 from hyperion.errors import not_none
 from hyperion.experiments.inference.backends import (
     AOTI,
@@ -59,13 +50,13 @@ from hyperion.experiments.inference.backends import (
 )
 from hyperion.experiments.inference.metrics import LATENCIES
 from hyperion.experiments.inference.percentiles import percentile, samples_needed
-from hyperion.experiments.inference.quality import accuracy_difference, perplexity_ratio
+from hyperion.experiments.inference.quality import change_of_quality
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, Verification, matmul_precision, relative_error, time_function, time_interleaved
 from hyperion.measure.clock.clocks import BlockClock, WallClock
 from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
-from hyperion.results import Row
+from hyperion.results import Estimate, Row
 from hyperion.workloads.datasets import IMAGES, TEXT
 from hyperion.workloads.trained_models import (
     CLASSIFIER,
@@ -79,7 +70,6 @@ from hyperion.workloads.trained_models import (
 
 RUNTIMES = (*IN_PROCESS[:3], AOTI, *IN_PROCESS[3:])
 HOST_BOUND_SHARE = 0.5
-_LATENCY_EXAMPLES = 1
 Found = tuple[list[Row], list[pd.DataFrame]]
 _LEFT_OUT = "left out: a compilation takes longer than all other measurements, and the profile does not ask for this one"
 _COMPARED = 8  # number of examples whose logits are compared with float64
@@ -195,18 +185,19 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
             model, batches = trained.load(device, FORMATS[dtype].storage), options.compiled_batches
             prepared = prepare(runtime, model, example, device, dtype, context.workspace, batches)
             with matmul_precision(FORMATS[dtype]):
-                reference = references.get(device) or _Reference(trained, device, context.device, options)
-                references[device] = reference
-                found, frame = _measure(context, options, trained, runtime, prepared, reference)
+                if device not in references:
+                    references[device] = _Reference(trained, device, context.device, options)
+                new_rows, new_frames = _Variant(context, options, runtime, prepared, references[device]).measure()
         except torch.OutOfMemoryError as error:
-            found, frame = _absent(context, trained, runtime, dtype, out_of_memory_reason(error)), pd.DataFrame()
+            rows += _absent(context, trained, runtime, dtype, out_of_memory_reason(error))
         except Exception as error:
             # If a runtime cannot run the model, the others must still run. The rows contain the first line of the error message.
             if runtime == EAGER:
                 raise
-            found, frame = _absent(context, trained, runtime, dtype, _reason(error)), pd.DataFrame()
-        rows += found
-        frames += [frame] if len(frame) else []
+            rows += _absent(context, trained, runtime, dtype, _reason(error))
+        else:
+            rows += new_rows
+            frames += new_frames
         prepared = None
         gc.collect()
     (context.workspace / "model.onnx").unlink(missing_ok=True)
@@ -229,8 +220,8 @@ def load_in_process(context: Context, report: Report, folder: str, build_s: floa
     with matmul_precision(FORMATS[options.dtype]):
         reference = _Reference(trained, context.device, context.device, options)
         prepared = load_package(_package(context, trained), context.device, options.dtype, build_s)
-        rows, frame = _measure(context, options, trained, AOTI, prepared, reference)
-    return Result(rows, frame)
+        rows, frames = _Variant(context, options, AOTI, prepared, reference).measure()
+    return Result(rows, all_samples(frames))
 
 
 def output_tolerance(model: nn.Module, dtype: str) -> float:
@@ -266,14 +257,13 @@ class _Reference:
         self.trained, self.device = trained, device
         self.records = options.records(trained.kind, beside_gpu=device.kind != run_device.kind)
         self.inputs = _inputs(trained, device)
-        model = trained.load(device)
-        self.model = model
+        self.model = trained.load(device)
         with torch.no_grad():
             compared = self.inputs[:_COMPARED]
-            double = copy.deepcopy(model).double()
+            double = copy.deepcopy(self.model).double()
             self.exact = double(compared.double() if compared.is_floating_point() else compared)
         with matmul_precision(FORMATS["fp32"]):
-            self.scores = self.score(model)
+            self.scores = self.score(self.model)
         self._eager: dict[str, nn.Module] = {}
 
     def eager(self, dtype: str) -> nn.Module:
@@ -281,6 +271,11 @@ class _Reference:
         if dtype not in self._eager:
             self._eager[dtype] = self.trained.load(self.device, FORMATS[dtype].storage)
         return self._eager[dtype]
+
+    def batch_of(self, size: int) -> Tensor:
+        """Return the inputs of a batch. If the held-out data have fewer examples, they are repeated."""
+        repeats = -(-size // len(self.inputs))
+        return self.inputs.repeat(repeats, *[1] * (self.inputs.ndim - 1))[:size].clone()
 
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data selected by the options."""
@@ -303,159 +298,179 @@ class _Reference:
         return min(bound, _OF_EAGER_ERROR * relative_error(self.eager_logits(dtype), self.exact))
 
 
-def _measure(
-    context: Context, options: RuntimesOptions, trained: TrainedModel, runtime: str, prepared: Prepared, reference: _Reference
-) -> tuple[list[Row], pd.DataFrame]:
-    """Return the rows and the samples of a model in a runtime."""
-    dtype, device = prepared.dtype, prepared.device
-    storage, base = FORMATS[dtype].storage, {"model": trained.name}
-    host = {"device": device.kind} | prepared.ran
+@dataclass(frozen=True)
+class _Variant:
+    """A model in a runtime. `measure` returns its rows and samples.
 
-    def call(x: Tensor) -> Tensor:
-        return prepared.call(_formed(x, storage))
-
-    rows: list[Row] = []
-    with torch.no_grad():
-        compared = reference.inputs[:_COMPARED]
-        output = call(compared).clone().to(reference.exact.device)
-        check = Verification("logits against float64", relative_error(output, reference.exact), reference.tolerance(dtype))
-        agreement = relative_error(output, reference.eager_logits(dtype))
-        for name, error, tolerance in (
-            ("float64", check.error, check.tolerance),
-            # The logits of both runtimes have errors, and independent errors add up like a random walk.
-            ("PyTorch eager", agreement, math.sqrt(2) * check.tolerance),
-        ):
-            params = base | host | {"against": name}
-            checked = f"logits against {name}"
-            rows.append(context.error_row(runtime, "relative_difference", error, checked, tolerance, dtype=dtype, params=params))
-        rows.append(_quality_row(context, trained, runtime, dtype, reference.score(call), reference))
-        for metric, seconds in prepared.seconds.items():
-            rows.append(context.row(runtime, metric, seconds, dtype=dtype, params=base))
-        if prepared.stored_bytes is not None:
-            rows.append(context.row(runtime, "stored_gb", prepared.stored_bytes / 1e9, dtype=dtype, params=base))
-        kernels = count_kernels(Prepared(call, device, dtype) if runtime != ORT_CPU else prepared, reference.inputs[:1])
-        rows.append(context.row(runtime, "kernels_per_call", kernels, dtype=dtype, params=base | {"batch": 1}))
-        latency, frames = _latency(context, options, runtime, call, prepared, reference, base)
-        rows += latency
-        found, more = _throughput(context, options, runtime, call, prepared, reference, base, check)
-        rows += found
-    return rows, all_samples(frames + more)
-
-
-def _latency(
-    context: Context,
-    options: RuntimesOptions,
-    runtime: str,
-    call: Callable[[Tensor], Tensor],
-    prepared: Prepared,
-    reference: _Reference,
-    base: dict,
-) -> Found:
-    """Return rows with the percentiles of the latency for one example, and on a GPU a row that tells if the host limits it.
-
-    The latency is measured with the host's clock.
+    Args:
+        context: context of the experiment.
+        options: options of the experiment.
+        runtime: name of the runtime.
+        prepared: the model in the runtime.
+        reference: the model in eager mode on the same device.
     """
-    device, dtype = prepared.device, prepared.dtype
-    one = reference.inputs[:_LATENCY_EXAMPLES].clone()
-    params = base | {"batch": _LATENCY_EXAMPLES, "cache": "hot"}
-    one_call_s = _seconds(lambda: call(one), device)
-    timing = time_function(
-        lambda: call(one),
-        device,
-        cold=False,
-        back_to_back=1,  # synchronize after every call, because a caller waits for the result
-        minimum_samples=max(3, min(options.latency_samples, int(options.latency_limit_s / one_call_s))),
-        time_limit_s=options.time_limit_s,
-    )
-    rows = []
-    for share, metric in LATENCIES.items():
-        needed = samples_needed(share)
-        if len(timing.samples_s) < needed:
-            reason = f"{len(timing.samples_s)} samples; an interval of this percentile needs {needed}"
-            rows.append(context.absent_row(runtime, metric, reason, dtype=dtype, params=params))
-            continue
-        estimate = percentile(timing.samples_s, share)
-        columns = timed_columns(estimate, timing)
-        rows.append(context.row(runtime, metric, estimate.value, dtype=dtype, params=params, **columns))
-    frames = [sample_frame(timing, runtime, dtype, params)]
-    if device.kind != "cpu":
-        # Use the profiler, because times from the device's clock would include the gaps in which the device waits for the host.
-        share = min(device_seconds(Prepared(call, device, dtype), one) / timing.estimate.value, 1.0)
-        note = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
-        rows.append(
-            context.row(runtime, "share", share, dtype=dtype, params=params | {"what": "device time over latency", "label": note})
-        )
-    return rows, frames
 
+    context: Context
+    options: RuntimesOptions
+    runtime: str
+    prepared: Prepared
+    reference: _Reference
 
-def _throughput(
-    context: Context,
-    options: RuntimesOptions,
-    runtime: str,
-    call: Callable[[Tensor], Tensor],
-    prepared: Prepared,
-    reference: _Reference,
-    base: dict,
-    check: Verification,
-) -> Found:
-    """Find the batch size with the highest throughput, then compare it and batch size 1 with eager mode.
+    def call(self, x: Tensor) -> Tensor:
+        """Return the logits. Inputs are converted to the number format of the runtime."""
+        return self.prepared.call(_formed(x, FORMATS[self.prepared.dtype].storage))
 
-    For the comparison, calls of the runtime and of eager mode are timed in alternation. For ONNX Runtime on the CPU, blocks of
-    calls alternate.
-    """
-    device, dtype = prepared.device, prepared.dtype
-    eager, rows, frames, rates = reference.eager(dtype), [], [], {}
-    storage = FORMATS[dtype].storage
-    flops = _flops_per_example(reference)
-    peak, source = gemm_limit(device, dtype)
-    limit = (None, source) if peak is None else (peak * 1e12 / flops, f"{flops / 1e9:.4g} GFLOP of an example at {source}")
+    def columns(self, **params: Any) -> dict:
+        """Return the columns that all rows share.
 
-    def batch_of(size: int) -> Tensor:
-        repeats = -(-size // len(reference.inputs))
-        return reference.inputs.repeat(repeats, *[1] * (reference.inputs.ndim - 1))[:size].clone()
+        Args:
+            params: additional params of the row.
+        """
+        return {"dtype": self.prepared.dtype, "params": {"model": self.reference.trained.name} | params}
 
-    too_long = ""
-    for size in options.compiled_batches if runtime == COMPILED else options.batches:
-        params = base | {"batch": size, "role": "search"}
-        if too_long:
-            rows.append(context.absent_row(runtime, "samples_per_s", too_long, dtype=dtype, params=params))
-            continue
-        try:
-            x = batch_of(size)
-            one_call_s = _seconds(lambda x=x: call(x), device)
-            # The smallest batch is always timed, so that each runtime has a rate.
-            if rates and one_call_s > options.time_limit_s:
-                too_long = f"a call with batch {size} takes {one_call_s:.2g} s; the profile allows {options.time_limit_s:g} s"
-                rows.append(context.absent_row(runtime, "samples_per_s", too_long, dtype=dtype, params=params))
-                continue
-            timing = time_function(
-                lambda x=x: call(x), device, cold=False, minimum_samples=3, time_limit_s=options.time_limit_s / 4
+    def row(self, metric: str, value: float | Estimate, **params: Any) -> Row:
+        """Return a row of this runtime."""
+        return self.context.row(self.runtime, metric, value, **self.columns(**params))
+
+    def absent_row(self, metric: str, reason: str, **params: Any) -> Row:
+        """Return a row without a value."""
+        return self.context.absent_row(self.runtime, metric, reason, **self.columns(**params))
+
+    def measure(self) -> Found:
+        """Return the rows and the samples of the model."""
+        prepared, reference = self.prepared, self.reference
+        with torch.no_grad():
+            check, rows = self.compare_logits()
+            scores = reference.score(self.call)
+            rows.append(self.row(*change_of_quality(reference.trained, scores, reference.scores, reference.records)))
+            rows += [self.row(metric, seconds) for metric, seconds in prepared.seconds.items()]
+            if prepared.stored_bytes is not None:
+                rows.append(self.row("stored_gb", prepared.stored_bytes / 1e9))
+            counted = prepared if self.runtime == ORT_CPU else replace(prepared, call=self.call)
+            rows.append(self.row("kernels_per_call", count_kernels(counted, reference.inputs[:1]), batch=1))
+            latency_rows, latency_frames = self.time_latency()
+            throughput_rows, throughput_frames = self.time_throughput(check)
+        return rows + latency_rows + throughput_rows, latency_frames + throughput_frames
+
+    def compare_logits(self) -> tuple[Verification, list[Row]]:
+        """Compare the logits with float64 and with eager mode. Return the comparison with float64, and the rows."""
+        prepared, reference = self.prepared, self.reference
+        output = self.call(reference.inputs[:_COMPARED]).clone().to(reference.exact.device)
+        tolerance = reference.tolerance(prepared.dtype)
+        check = Verification("logits against float64", relative_error(output, reference.exact), tolerance)
+        # The logits of both runtimes have errors, and independent errors add up like a random walk.
+        agreement = relative_error(output, reference.eager_logits(prepared.dtype))
+        against_eager = Verification("logits against PyTorch eager", agreement, math.sqrt(2) * tolerance)
+        rows = []
+        for one in (check, against_eager):
+            columns = self.columns(device=prepared.device.kind, **prepared.ran, against=one.name.removeprefix("logits against "))
+            rows.append(
+                self.context.error_row(self.runtime, "relative_difference", one.error, one.name, one.tolerance, **columns)
             )
-        except torch.OutOfMemoryError as error:
-            reason = out_of_memory_reason(error)
-            rows.append(context.absent_row(runtime, "samples_per_s", reason, dtype=dtype, params=params))
-            continue
-        rates[size] = size / timing.estimate.value
-        columns = {"limit": limit[0], "limit_source": limit[1], "dtype": dtype, "params": params}
-        rows.append(context.row(runtime, "samples_per_s", timing.estimate.map(lambda s, n=size: n / s), **columns))
-    best = max(rates, key=lambda size: rates[size])
-    for size in dict.fromkeys((1, best)):
-        x = batch_of(size)
-        cast = _formed(x, storage)
-        functions = [lambda x=x: call(x)] + ([lambda cast=cast: eager(cast)] if runtime != EAGER else [])
-        # ONNX Runtime has its own threads, which would compete with the idle threads of PyTorch if calls alternated.
-        clock, order = (BlockClock(), {"order": "blocks"}) if runtime == ORT_CPU else (None, {})
-        mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=options.time_limit_s, clock=clock)
-        params = base | {"batch": size, "cache": "hot", "role": "best batch" if size == best else "one example"} | order
-        rate = mine.estimate.map(lambda seconds, size=size: size / seconds)
-        columns = {"limit": limit[0], "limit_source": limit[1], "dtype": dtype, "params": params}
-        columns |= timed_columns(rate, mine) | check_columns(check)
-        rows.append(context.row(runtime, "samples_per_s", rate.value, **columns))
-        frames.append(sample_frame(mine, f"{runtime}, in turn", dtype, params))
-        if others:
-            why = "no limit: two runtimes of the same model"
-            rows.append(speedup_row(context, runtime, mine, others[0], why, check, dtype=dtype, params=params))
-    return rows, frames
+        return check, rows
+
+    def time_latency(self) -> Found:
+        """Return rows with the percentiles of the latency for one example, and on a GPU a row that tells if the host limits it.
+
+        The latency is measured with the host's clock.
+        """
+        device = self.prepared.device
+        one = self.reference.inputs[:1].clone()
+        conditions = {"batch": 1, "cache": "hot"}
+        one_call_s = _seconds(lambda: self.call(one), device)
+        timing = time_function(
+            lambda: self.call(one),
+            device,
+            cold=False,
+            back_to_back=1,  # synchronize after every call, because a caller waits for the result
+            minimum_samples=max(3, min(self.options.latency_samples, int(self.options.latency_limit_s / one_call_s))),
+            time_limit_s=self.options.time_limit_s,
+        )
+        rows = []
+        for share, metric in LATENCIES.items():
+            count, needed = len(timing.samples_s), samples_needed(share)
+            if count < needed:
+                reason = f"{count} samples; an interval of this percentile needs {needed}"
+                rows.append(self.absent_row(metric, reason, **conditions))
+            else:
+                estimate = percentile(timing.samples_s, share)
+                rows.append(timed_row(self.context, self.runtime, metric, estimate, timing, **self.columns(**conditions)))
+        if device.kind != "cpu":
+            # Use the profiler, because times from the device's clock would include gaps in which the device waits for the host.
+            share = min(device_seconds(replace(self.prepared, call=self.call), one) / timing.estimate.value, 1.0)
+            label = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
+            rows.append(self.row("share", share, **conditions, what="device time over latency", label=label))
+        return rows, [sample_frame(timing, self.runtime, **self.columns(**conditions))]
+
+    def time_throughput(self, check: Verification) -> Found:
+        """Find the batch size with the highest throughput, then compare it and batch size 1 with eager mode.
+
+        For the comparison, calls of the runtime and of eager mode are timed in alternation. For ONNX Runtime on the CPU, blocks
+        of calls alternate.
+
+        Args:
+            check: comparison of the logits with float64.
+        """
+        device, dtype, time_limit_s = self.prepared.device, self.prepared.dtype, self.options.time_limit_s
+        peak, source = gemm_limit(device, dtype)
+        flops = _flops_per_example(self.reference)
+        limit = (None, source) if peak is None else (peak * 1e12 / flops, f"{flops / 1e9:.4g} GFLOP of an example at {source}")
+        rows, rates = self.search_batches(limit)
+        best = max(rates, key=lambda size: rates[size])
+        frames = []
+        for size in dict.fromkeys((1, best)):
+            x = self.reference.batch_of(size)
+            functions: list[Callable[[], object]] = [lambda x=x: self.call(x)]
+            if self.runtime != EAGER:
+                eager, cast = self.reference.eager(dtype), _formed(x, FORMATS[dtype].storage)
+                functions.append(lambda eager=eager, cast=cast: eager(cast))
+            # ONNX Runtime has its own threads, which would compete with the idle threads of PyTorch if calls alternated.
+            clock, order = (BlockClock(), {"order": "blocks"}) if self.runtime == ORT_CPU else (None, {})
+            mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=time_limit_s, clock=clock)
+            role = "best batch" if size == best else "one example"
+            columns = self.columns(batch=size, cache="hot", role=role, **order)
+            rate = mine.estimate.map(lambda seconds, size=size: size / seconds)
+            rows.append(timed_row(self.context, self.runtime, "samples_per_s", rate, mine, check, limit, **columns))
+            frames.append(sample_frame(mine, f"{self.runtime}, in turn", **columns))
+            if others:
+                why = "no limit: two runtimes of the same model"
+                rows.append(speedup_row(self.context, self.runtime, mine, others[0], why, check, **columns))
+        return rows, frames
+
+    def search_batches(self, limit: tuple[float | None, str]) -> tuple[list[Row], dict[int, float]]:
+        """Time the batch sizes of the options. Return the rows, and the examples per second of each timed batch size.
+
+        Args:
+            limit: (largest possible number of examples per second, its source), or (None, reason why there is no limit).
+        """
+        device, time_limit_s = self.prepared.device, self.options.time_limit_s
+        rows: list[Row] = []
+        rates: dict[int, float] = {}
+        too_long = ""
+        for size in self.options.compiled_batches if self.runtime == COMPILED else self.options.batches:
+            conditions = {"batch": size, "role": "search"}
+            if too_long:
+                rows.append(self.absent_row("samples_per_s", too_long, **conditions))
+                continue
+            try:
+                x = self.reference.batch_of(size)
+                one_call_s = _seconds(lambda x=x: self.call(x), device)
+                # The smallest batch is always timed, so that each runtime has a rate.
+                if rates and one_call_s > time_limit_s:
+                    too_long = f"a call with batch {size} takes {one_call_s:.2g} s; the profile allows {time_limit_s:g} s"
+                    rows.append(self.absent_row("samples_per_s", too_long, **conditions))
+                    continue
+                timing = time_function(
+                    lambda x=x: self.call(x), device, cold=False, minimum_samples=3, time_limit_s=time_limit_s / 4
+                )
+            except torch.OutOfMemoryError as error:
+                rows.append(self.absent_row("samples_per_s", out_of_memory_reason(error), **conditions))
+                continue
+            rates[size] = size / timing.estimate.value
+            rate = timing.estimate.map(lambda seconds, size=size: size / seconds)
+            columns = self.columns(**conditions) | {"limit": limit[0], "limit_source": limit[1]}
+            rows.append(self.context.row(self.runtime, "samples_per_s", rate, **columns))
+        return rows, rates
 
 
 def _seconds(call: Callable[[], object], device: Device) -> float:
@@ -465,18 +480,6 @@ def _seconds(call: Callable[[], object], device: Device) -> float:
     """
     _, seconds = WallClock(device, calls=1).sample([call], None, 2)[0]
     return seconds
-
-
-def _quality_row(context: Context, trained: TrainedModel, runtime: str, dtype: str, scores: Scores, reference: _Reference) -> Row:
-    """Return the row with perplexity or accuracy relative to the float32 model in eager mode, on the same data."""
-    params, original = {"model": trained.name}, reference.scores
-    if trained.kind == CLASSIFIER:
-        difference = accuracy_difference(scores.correct, original.correct)
-        return context.row(runtime, "accuracy_difference", difference, dtype=dtype, params=params)
-    targets = trained.held_out(detect_cpu())[1][: reference.records]
-    windows = np.nonzero((targets != IGNORE_INDEX).numpy())[0]
-    ratio = perplexity_ratio(scores.losses, original.losses, windows)
-    return context.row(runtime, "perplexity_ratio", ratio, dtype=dtype, params=params)
 
 
 def _build(context: Context, options: RuntimesOptions, trained: TrainedModel) -> float | str:

@@ -2,17 +2,17 @@
 
 import pandas as pd
 
-from hyperion.experiments.inference import metrics
+from hyperion.chapter import experiment_named
 from hyperion.results import Row
 
 CHAPTER = "12_inference_and_quantization"
-METRICS = metrics.METRICS
 _TORCH = {"model": "llama", "runtime": "PyTorch"}
 _MODE = {"positions": 64, "new_tokens": 8, "cache": "hot"}
 
 
 def quantization_chapters() -> list[tuple[str, str, list[Row], pd.DataFrame]]:
     """Chapter, experiment, rows and samples, as a made-up run records them."""
+    experiment_named("quantization")  # registers the metrics
     schemes = (("int8 weight-only", "int8", 1.001, 1e6, 0.9), ("NF4", "nf4", 1.02, 6e5, 0.5))
     quantization = [
         _row("quantization", name, metric, value, dtype, _TORCH)

@@ -7,11 +7,11 @@ import pytest
 
 import hyperion
 from hyperion.chapter import load_profile
-from hyperion.experiments.inference.architectures import ARCHITECTURES
+from hyperion.experiments.coverage.architectures import ARCHITECTURES
+from hyperion.experiments.coverage.operator_suite import KIND_OF, LAYERS
 from hyperion.experiments.inference.decode_speed import DecodeSpeedOptions
-from hyperion.experiments.inference.operator_suite import KIND_OF, LAYERS
 from hyperion.experiments.inference.qlora import _parameter_sizes
-from hyperion.models.llama import layer_shapes, random_llama_shape
+from hyperion.models.llama import layer_shapes, llama_parameter_count, random_llama_shape
 from hyperion.workloads.trained_models import LANGUAGE_MODELS
 
 NOTEBOOK = Path(hyperion.__file__).resolve().parent.parent / "phase2_development" / "12_inference_and_quantization.ipynb"
@@ -32,16 +32,13 @@ def test_counts_of_operators_and_architectures(text):
 @pytest.mark.parametrize("profile", ["smoke", "full"])
 def test_sizes_of_the_trained_models(text, profile):
     sizes = {name: load_profile(profile).sizes(name) for name in ("quantization", "decode_speed", "qlora")}
-    recipe = LANGUAGE_MODELS[sizes["quantization"]["language_model"]]
-    shapes = recipe.layers * [
-        *2 * [(recipe.width, recipe.width)],
-        *2 * [(recipe.width // recipe.heads * recipe.key_value_heads, recipe.width)],
-        *2 * [(recipe.mlp_width, recipe.width)],
-        (recipe.width, recipe.mlp_width),
-    ]
-    weights, outputs = sum(n * k for n, k in shapes), sum(n for n, _ in shapes)
+    shape = LANGUAGE_MODELS[sizes["quantization"]["language_model"]].shape
+    layers = shape.num_hidden_layers * list(layer_shapes(shape).values())
+    weights, outputs = sum(n * k for k, n in layers), sum(n for _, n in layers)
     assert f"{weights:,} weights and {outputs:,} outputs in the profile `{profile}`" in text
-    parameters = sum(_parameter_sizes(LANGUAGE_MODELS[sizes["qlora"]["trained_model"]]))
+    shape = LANGUAGE_MODELS[sizes["qlora"]["trained_model"]].shape
+    parameters = sum(_parameter_sizes(shape))
+    assert parameters == llama_parameter_count(shape)
     assert f"{parameters:,} " in text[text.index("optimizer state of 8-bit AdamW have") :]
     assert profile == "full" or f"{parameters:,} fp32 weights" in text
 

@@ -1,11 +1,22 @@
 """Differences between two models on the same data."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from hyperion.experiments.inference.quality import accuracy_difference, clustered_mean, perplexity, perplexity_ratio
+from hyperion.data import IGNORE_INDEX
+from hyperion.experiments.inference.quality import (
+    accuracy_difference,
+    change_of_quality,
+    clustered_mean,
+    perplexity,
+    perplexity_ratio,
+    windows_of_tokens,
+)
+from hyperion.workloads.trained_models import CLASSIFIER, LANGUAGE, Scores
 
 
 def made_up_losses():
@@ -21,6 +32,21 @@ def test_a_paired_ratio_is_far_more_precise_than_a_perplexity():
     assert ratio.value == pytest.approx(math.exp(0.01), rel=1e-4) and ratio.ci_low > 1
     assert ratio.ci_high - ratio.ci_low < 0.01 * (alone.ci_high - alone.ci_low) / alone.value
     assert alone.n == 1000 and alone.ci_low < alone.value < alone.ci_high
+
+
+def test_a_worse_variant_has_a_higher_perplexity_and_a_lower_accuracy():
+    windows, original, changed = made_up_losses()
+    # One token of each window is not scored.
+    targets = torch.zeros(40, 26, dtype=torch.int64)
+    targets[:, -1] = IGNORE_INDEX
+    language = SimpleNamespace(kind=LANGUAGE, held_out=lambda device: (None, targets))
+    right, half = np.full(1000, True), np.arange(1000) % 2 == 0
+    metric, value = change_of_quality(language, Scores(changed, right), Scores(original, right), None)
+    assert metric == "perplexity_ratio" and value == perplexity_ratio(changed, original, windows) and value.value > 1
+    assert len(windows_of_tokens(language, 3)) == 3 * 25
+    classifier = SimpleNamespace(kind=CLASSIFIER)
+    metric, value = change_of_quality(classifier, Scores(original, half), Scores(original, right), None)
+    assert metric == "accuracy_difference" and value.value == -0.5
 
 
 def test_correlated_tokens_widen_the_interval():

@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.chapter import Context, load_profile
+from hyperion.chapter import Context, experiment_named, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import decode_speed, onnx_int8, qlora, quantization, quantized_linears
 from hyperion.experiments.inference.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
 from hyperion.experiments.inference.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.inference.exercises import unpack_wrong_nibble
-from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, output_bound, why_no_bitsandbytes
+from hyperion.experiments.inference.layer_checks import output_bound
+from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
+from hyperion.experiments.inference.quality import windows_of_tokens
+from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models.llama import build_random_llama
 from hyperion.results import Row, RowError
@@ -52,6 +55,7 @@ def home(toy_models, tmp_path_factory):
     folder = shutil.copytree(toy_models, tmp_path_factory.mktemp("trained") / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYPERION_DATA", str(folder))
+        experiment_named("quantization")  # registers the metrics
         yield
 
 
@@ -68,7 +72,7 @@ def result(home, tmp_path_factory):
 
 def test_the_files_of_the_variants_are_removed(home, tmp_path, monkeypatch):
     monkeypatch.setattr(quantization, "SCHEMES", ())
-    monkeypatch.setattr(quantization, "_in_onnx", lambda context, *given: (quantization._folder(context), ([], []))[1])
+    monkeypatch.setattr(quantization, "_in_onnx", lambda *given: ([], []))
     context = toy_context("quantization", TOY, tmp_path)
     quantization.run(context, lambda *progress: None)
     assert not context.workspace.exists()
@@ -138,7 +142,7 @@ def test_a_refusal_is_a_row_and_an_error_of_the_device_is_not(tmp_path, monkeypa
         perform(toy_context("quantization", TOY, tmp_path / "again"), tmp_path / "again")
 
 
-@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
 @pytest.mark.parametrize("kind", onnx_int8.KINDS)
 def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind, tmp_path):
     import onnx
@@ -156,12 +160,12 @@ def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind,
     bound = bound + ranges.output_error(exact)
 
     def worst():
-        return ((onnx_int8.Session(path)(x).double() - exact).abs() / bound).max().item()
+        return ((Session(path)(x).double() - exact).abs() / bound).max().item()
 
     assert 0.01 < worst() <= 1
     assert onnx_int8.stored_weight_bytes(path) == onnx_int8.weight_bytes(kind, [(16, 48)])
     # A batch that is smaller than the exported one gives the same values.
-    assert torch.equal(onnx_int8.Session(path)(x)[:2], onnx_int8.Session(path)(x[:2])) or kind == onnx_int8.DYNAMIC
+    assert torch.equal(Session(path)(x)[:2], Session(path)(x[:2])) or kind == onnx_int8.DYNAMIC
     model = onnx.load(str(path))
     # Some exporters store the mask of causal attention as a constant. It is no weight.
     model.graph.initializer.append(numpy_helper.from_array(np.tri(8, dtype=bool), "le"))
@@ -192,27 +196,27 @@ def test_on_a_machine_with_a_gpu_the_cpu_provider_scores_less_data_in_smaller_ba
         sizes.clear()
         scores = material.score(logits)
         scored[name] = sum(sizes), sizes[0], len(material.batch())
-        assert len(material._windows()) == len(scores.losses)
+        assert len(windows_of_tokens(trained, material.records)) == len(scores.losses)
     assert scored == {"cpu": (16, 4, 4), "beside a GPU": (3, 2, 2)}
 
 
 def test_static_quantisation_needs_calibration(tmp_path):
-    if onnx_int8.why_no_onnx():
-        pytest.skip(onnx_int8.why_no_onnx())
+    if why_no_onnx():
+        pytest.skip(why_no_onnx())
     source = onnx_int8.export(nn.Linear(8, 4), torch.randn(2, 8), tmp_path / "layer.onnx")
     with pytest.raises(HyperionError, match="without calibration data"):
         onnx_int8.quantise(onnx_int8.STATIC, source, tmp_path / "int8.onnx")
 
 
 def test_without_onnx_runtime_its_rows_have_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_int8, "why_no_onnx", lambda: "unavailable: made up")
+    monkeypatch.setattr(quantization, "why_no_onnx", lambda: "unavailable: made up")
     monkeypatch.setattr(quantization, "SCHEMES", ())
     rows = perform(toy_context("quantization", TOY, tmp_path), tmp_path).rows
     absent = [row.variant for row in rows if row.value_reason == "unavailable: made up"]
     assert absent == [onnx_int8.DYNAMIC, onnx_int8.STATIC, *onnx_int8.KINDS]
 
 
-@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
 def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     """Few large values widen the range of the static kind. Cutting them off makes the error of all others smaller."""
     torch.manual_seed(0)
@@ -225,7 +229,7 @@ def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     for kind in (onnx_int8.STATIC, onnx_int8.DIVERGENCE):
         path = onnx_int8.quantise(kind, source, tmp_path / "int8.onnx", [calibration])
         ranges[kind] = onnx_int8.static_ranges(path)
-        errors[kind] = (onnx_int8.Session(path)(x) - exact).norm().item()
+        errors[kind] = (Session(path)(x) - exact).norm().item()
     assert ranges[onnx_int8.STATIC].input_high > 19
     # The normal values reach 4. The smallest range that the search can choose ends at 20 * 128 / 1024.
     assert 2.5 < ranges[onnx_int8.DIVERGENCE].input_high < 8
@@ -234,7 +238,7 @@ def test_calibration_by_divergence_cuts_off_few_large_values(tmp_path):
     assert not list(tmp_path.glob("*calibration*"))
 
 
-@pytest.mark.skipif(bool(onnx_int8.why_no_onnx()), reason=onnx_int8.why_no_onnx())
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
 def test_ranges_of_least_divergence_do_not_depend_on_the_order_of_the_calibration_data(tmp_path):
     torch.manual_seed(0)
     layer = nn.Linear(32, 8, bias=False)
@@ -360,6 +364,12 @@ def test_quality_claims_follow_the_bits():
     assert [holds for holds, _ in quality_claims([]) + byte_claims([]) + error_claims([]) + training_claims([])] == [False] * 4
 
 
+def test_wrong_bytes_refute_their_claim():
+    check = {"check": "bytes computed from the format", "check_error": 4, "check_tolerance": 0}
+    row = Row(notebook="n", experiment="quantization", variant="v", metric="weight_bytes", value=100, **check)
+    assert byte_claims([row.without_failed_value()]) == [(False, "v: 4 bytes more or fewer than computed")]
+
+
 def test_the_state_of_8_bit_adamw_has_two_bytes_and_its_scales():
     assert qlora.state_bytes(qlora.ADAMW, [100, 5000]) == 8 * 5100 + 8
     assert qlora.state_bytes(qlora.ADAMW_8BIT, [100, 5000]) == 800 + 2 * 5000 + 2 * 4 * 20 + 2048
@@ -451,7 +461,7 @@ def test_the_sizes_of_the_profiles_are_valid(profile):
     quantization.QuantizationOptions.parse(sizes("quantization"), "quantization")
     qlora.QloraOptions.parse(sizes("qlora"), "qlora")
     options = decode_speed.DecodeSpeedOptions.parse(sizes("decode_speed"), "decode_speed")
-    assert len(options.chosen_schemes()) == len(options.schemes)
+    assert {variant.name for variant in options.variants()} == {decode_speed.ORIGINAL, *options.schemes}
     assert options.prompt_tokens + options.new_tokens <= options.positions
     if profile == "full":
         assert options.random_model == "random_llama_7b" and options.dtype == "bf16"

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import quantized_linears
+from hyperion.experiments.inference import layer_checks, quantized_linears
 from hyperion.experiments.inference.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
+from hyperion.experiments.inference.layer_checks import output_error, represented_weight, stored_error, weight_bytes_of, what_ran
 from hyperion.experiments.inference.quantized_linears import (
     SCHEMES,
     Fp8,
@@ -18,13 +19,9 @@ from hyperion.experiments.inference.quantized_linears import (
     Int8WeightOnly,
     LlmInt8,
     Nf4,
-    layer_error,
     pack_int4,
     replace_linears,
-    represented_weight,
     unpack_int4,
-    weight_bytes_of,
-    what_ran,
 )
 from hyperion.hardware import detect_cpu
 
@@ -64,7 +61,7 @@ def test_errors_are_within_the_bounds_and_bytes_are_those_of_the_format(scheme, 
     weight, x = case(dtype)
     layer = scheme.convert(weight, CPU)
     assert weight_bytes_of([layer]) == scheme.weight_bytes(*weight.shape)
-    error, of_weight, of_output = layer_error(scheme, weight, layer, x, layer(x))
+    (error, of_output), (_, of_weight) = output_error(scheme, weight, x, layer(x)), stored_error(scheme, weight, layer)
     assert 0 < error < 0.2
     # The bound is tight: some weight is near the middle between two values.
     assert 0.8 < of_weight <= 1 and 0.01 < of_output <= 1
@@ -82,8 +79,7 @@ def test_the_kernel_multiplies_the_weights_that_the_bytes_represent(scheme):
 
 def output_ratio(scheme, layer):
     weight, x = case()
-    _, of_weight, of_output = layer_error(scheme, weight, layer, x, layer(x))
-    return of_weight, of_output
+    return stored_error(scheme, weight, layer)[1], output_error(scheme, weight, x, layer(x))[1]
 
 
 def test_a_wrong_nibble_is_found(monkeypatch):
@@ -98,7 +94,7 @@ def test_the_wrong_nibble_of_bitsandbytes_is_found(monkeypatch):
     if reason := scheme.why_absent(CPU):
         pytest.skip(reason)
     layer = scheme.convert(case()[0], CPU)
-    monkeypatch.setattr(quantized_linears, "unpack_int4", unpack_wrong_nibble)
+    monkeypatch.setattr(layer_checks, "unpack_int4", unpack_wrong_nibble)
     of_weight, of_output = output_ratio(scheme, layer)
     # The kernel is right, and what this library decodes is not.
     assert of_weight > 1 >= of_output
@@ -113,7 +109,8 @@ def test_a_missing_scale_and_a_scale_of_the_wrong_axis_are_found(fault, monkeypa
         monkeypatch.setattr(Int8Linear, "forward", lambda self, x: F.linear(x, self.q_NK.to(x.dtype)))
     else:
         layer.q_NK, layer.scale_N = fault(weight)
-    _, of_weight, of_output = layer_error(Int8WeightOnly(), weight, layer, x, layer(x))
+    scheme = Int8WeightOnly()
+    of_weight, of_output = stored_error(scheme, weight, layer)[1], output_error(scheme, weight, x, layer(x))[1]
     assert of_output > 1 and (of_weight > 1) == (fault != "not applied")
 
 
@@ -123,7 +120,7 @@ def test_nan_is_beyond_every_bound():
     layer = scheme.convert(weight, CPU)
     y = layer(x)
     y[0, 0, 0] = math.nan
-    assert math.isnan(layer_error(scheme, weight, layer, x, y)[2])
+    assert math.isnan(output_error(scheme, weight, x, y)[1])
 
 
 def test_a_group_of_zeros_has_no_error():
@@ -131,7 +128,8 @@ def test_a_group_of_zeros_has_no_error():
     weight[3] = 0
     for scheme in (Int8WeightOnly(), Int4WeightOnly()):
         layer = scheme.convert(weight, CPU)
-        assert not layer(x)[..., 3].any() and max(layer_error(scheme, weight, layer, x, layer(x))[1:]) <= 1
+        assert not layer(x)[..., 3].any()
+        assert max(stored_error(scheme, weight, layer)[1], output_error(scheme, weight, x, layer(x))[1]) <= 1
 
 
 def scaled_mm(a, b, scale_a, scale_b, out_dtype, fault=""):
@@ -148,13 +146,13 @@ def test_fp8_is_within_its_bound_and_a_missing_scale_is_not(by_row, storage, mon
     weight, x = case()
     scheme, layer = Fp8(by_row), Fp8Linear(weight, storage, by_row)
     assert weight_bytes_of([layer]) == scheme.weight_bytes(*weight.shape)
-    error, of_weight, of_output = layer_error(scheme, weight, layer, x, layer(x))
+    (error, of_output), (_, of_weight) = output_error(scheme, weight, x, layer(x)), stored_error(scheme, weight, layer)
     assert error < 0.05 and 0.9 < of_weight <= 1 and of_output <= 1
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: scaled_mm(*a, **k, fault="no scale"))
-    assert layer_error(scheme, weight, layer, x, layer(x))[2] > 1
+    assert output_error(scheme, weight, x, layer(x))[1] > 1
     if by_row:
         monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: scaled_mm(*a, **k, fault="one scale"))
-        assert layer_error(scheme, weight, layer, x, layer(x))[2] > 1
+        assert output_error(scheme, weight, x, layer(x))[1] > 1
 
 
 def test_what_cannot_run_here_has_a_reason(monkeypatch):

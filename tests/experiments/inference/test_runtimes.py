@@ -13,23 +13,27 @@ import pytest
 import torch
 from torch import nn
 
-from hyperion.chapter.profiles import load_profile
+from hyperion.chapter import experiment_named, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.inference import backends, onnx_int8, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
     COMPILED,
-    CPU_PROVIDER,
     EAGER,
     ORT_CPU,
-    ORT_GPU,
     Prepared,
     count_kernels,
     prepare,
-    require_provider,
     why_absent,
     why_no_migraphx,
-    why_no_provider,
+)
+from hyperion.experiments.inference.onnx_sessions import (
+    CPU_PROVIDER,
+    SPINNING,
+    Session,
+    require_provider,
+    why_no_gpu_provider,
+    why_no_onnx,
 )
 from hyperion.experiments.inference.quantized_linears import SCHEMES, replace_linears
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
@@ -62,6 +66,7 @@ def material(toy_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runtimes")
     shutil.copytree(toy_models, folder / "data")
     torch.set_num_threads(1)
+    experiment_named("runtimes")  # registers the metrics
     context = toy_context("runtimes", SIZES, folder)
     context.workspace.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +86,7 @@ def measured(material, runtime, change=lambda logits: logits, model=1, dtype="fp
     kernels_of = prepared if runtime == ORT_CPU else changed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtimes, "count_kernels", lambda one, x: count_kernels(kernels_of, x))
-        rows, _ = runtimes._measure(context, options, trained, runtime, changed, reference)
+        rows, _ = runtimes._Variant(context, options, runtime, changed, reference).measure()
     return [row.without_failed_value() for row in rows]
 
 
@@ -162,11 +167,12 @@ def test_a_perceptron_has_the_outputs_of_eager_mode_and_its_int8_twin_is_near(tm
     x = torch.randn(16, 64)
     expected = mlp(x).detach()
     path = onnx_int8.export(mlp, x, tmp_path / "mlp.onnx")
-    session = onnx_int8.Session(path)
+    session = Session(path)
     torch.testing.assert_close(session(x), expected, rtol=1e-3, atol=1e-5)
-    operators, providers = session.what_ran(x)
-    assert providers == {onnx_int8.PROVIDER} and operators["Gemm"] + operators["MatMul"] + operators["FusedGemm"] >= 3
-    small = onnx_int8.Session(onnx_int8.quantise(onnx_int8.DYNAMIC, path, tmp_path / "int8.onnx"))
+    executed = session.executed(x)
+    assert {provider for _, provider in executed} == {CPU_PROVIDER}
+    assert sum(operator in ("Gemm", "MatMul", "FusedGemm") for operator, _ in executed) >= 3
+    small = Session(onnx_int8.quantise(onnx_int8.DYNAMIC, path, tmp_path / "int8.onnx"))
     error = float((small(x) - expected).norm() / expected.norm())
     assert 1e-4 < error < 0.05, "8 bits have an error, and a small one"
 
@@ -249,9 +255,7 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
     monkeypatch.setattr(runtimes, "device_seconds", on_a_gpu)
     monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 1e-3)
     monkeypatch.setattr(runtimes, "time_function", lambda call, device, **options: timed(call, CPU, **options))
-    rows, _ = runtimes._latency(
-        context, options, backends.GRAPH, lambda x: model(x.bfloat16()), Prepared(model, gpu, "bf16"), reference, {}
-    )
+    rows, _ = runtimes._Variant(context, options, backends.GRAPH, Prepared(model, gpu, "bf16"), reference).time_latency()
     assert seen == [torch.bfloat16]
     assert of(rows, "share")[0].params["label"] == "host-bound"
 
@@ -282,6 +286,19 @@ def test_a_session_on_another_provider_is_refused():
         require_provider("CUDAExecutionProvider", [CPU_PROVIDER])
 
 
+def test_onnx_runtime_itself_would_run_on_the_cpu(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this build of ONNX Runtime has the provider")
+    path = onnx_int8.export(nn.Linear(4, 2), torch.ones(2, 4), tmp_path / "model.onnx")
+    with (
+        pytest.raises(HyperionError, match="asked for CUDAExecutionProvider"),
+        pytest.warns(UserWarning, match="not in available"),
+    ):
+        Session(path, "CUDAExecutionProvider")
+
+
 def test_the_idle_threads_of_every_session_sleep(tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -293,20 +310,25 @@ def test_the_idle_threads_of_every_session_sleep(tmp_path, monkeypatch):
     x = torch.ones(2, 4)
     path = onnx_int8.export(nn.Linear(4, 2), x, tmp_path / "model.onnx")
     opened.clear()
-    backends.OrtSession(path, CPU_PROVIDER).node_providers(x)
-    onnx_int8.Session(path).what_ran(x)
-    assert [options.get_session_config_entry(backends.SPINNING) for options in opened] == ["0"] * 4
+    Session(path).executed(x)
+    assert [options.get_session_config_entry(SPINNING) for options in opened] == ["0"] * 2
     assert {options.intra_op_num_threads for options in opened} == {torch.get_num_threads()}
 
 
-def test_what_is_absent_says_why_and_the_next_step():
+def test_what_is_absent_says_why_and_the_next_step(monkeypatch):
     cpu, rocm = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="rocm")
     assert "needs an AMD GPU" in why_no_migraphx(cpu)
     assert "next step: install migraphx" in why_no_migraphx(rocm, lambda name: None)
     assert why_no_migraphx(rocm, lambda name: object()) == ""
-    missing = why_no_provider(ORT_CPU, cpu, lambda name: None if name == "onnxruntime" else object())
+    missing = why_no_onnx(lambda name: None if name == "onnxruntime" else object())
     assert missing == "unavailable: onnxruntime not installed; next step: pip install onnxruntime"
-    assert why_no_provider(ORT_GPU, cpu, lambda name: object()) == "unavailable: this machine has no GPU"
+    assert why_no_gpu_provider(cpu) == "unavailable: this machine has no GPU"
+    monkeypatch.setitem(
+        sys.modules, "onnxruntime", SimpleNamespace(get_available_providers=lambda: [CPU_PROVIDER], __version__="1.0")
+    )
+    assert why_no_gpu_provider(rocm) == (
+        "unavailable: onnxruntime 1.0 has only CPUExecutionProvider, none of MIGraphXExecutionProvider, ROCMExecutionProvider"
+    )
     assert "no graphs" in why_absent(backends.GRAPH, CPU)
 
 

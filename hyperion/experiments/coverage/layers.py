@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from hyperion.experiments.inference.rounding import Case
+from hyperion.experiments.coverage.rounding import Case
 
 
 class SquaredReLU(torch.autograd.Function):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hyperion.experiments.inference.layers import LAYERS, SquaredReLU, layer_case, round_trip
-from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward
+from hyperion.experiments.coverage.layers import LAYERS, SquaredReLU, layer_case, round_trip
+from hyperion.experiments.coverage.rounding import Case, errors_over_tolerance, forward_backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
-from hyperion.experiments.inference.architecture_checks import TinyModel, check_derivatives, check_generation, check_gradients
-from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
+from hyperion.experiments.coverage.architecture_checks import TinyModel, check_derivatives, check_generation, check_gradients
+from hyperion.experiments.coverage.architecture_configs import ARCHITECTURES
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.verify import matmul_precision
 from hyperion.results import Row

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hyperion.experiments.inference.claims import architecture_claims, operator_claims
-from hyperion.experiments.inference.figures_operators import (
+from hyperion.experiments.coverage.claims import architecture_claims, operator_claims
+from hyperion.experiments.coverage.figures import (
     PLOTS,
     TITLES,
     architectures,

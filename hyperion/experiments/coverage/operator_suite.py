@@ -17,8 +17,8 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
-from hyperion.experiments.inference.layers import LAYERS, round_trip
-from hyperion.experiments.inference.operator_checks import KIND_OF, KNOWN_GAPS, LARGEST_MEDIAN_ERROR, check_operators
+from hyperion.experiments.coverage.layers import LAYERS, round_trip
+from hyperion.experiments.coverage.operator_checks import KIND_OF, KNOWN_GAPS, LARGEST_MEDIAN_ERROR, check_operators
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes import Job, run_job
 from hyperion.processes.job import JobError

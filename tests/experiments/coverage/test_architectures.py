@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hyperion.chapter import load_profile
-from hyperion.experiments.inference import architecture_checks, architectures
-from hyperion.experiments.inference.architecture_checks import TinyModel, check_derivatives, check_generation, check_gradients
-from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
-from hyperion.experiments.inference.claims import architecture_claims
-from hyperion.experiments.inference.figures_operators import family_table, steps_of
+from hyperion.experiments.coverage import architecture_checks, architectures
+from hyperion.experiments.coverage.architecture_checks import TinyModel, check_derivatives, check_generation, check_gradients
+from hyperion.experiments.coverage.architecture_configs import ARCHITECTURES
+from hyperion.experiments.coverage.claims import architecture_claims
+from hyperion.experiments.coverage.figures import family_table, steps_of
 from tests.chapter.toy import perform, toy_context
 
 pytestmark = pytest.mark.usefixtures("one_thread")

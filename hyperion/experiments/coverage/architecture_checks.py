@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from hyperion.experiments.inference.architecture_configs import ARCHITECTURES
-from hyperion.experiments.inference.rounding import Case, Derivatives, errors_over_tolerance
+from hyperion.experiments.coverage.architecture_configs import ARCHITECTURES
+from hyperion.experiments.coverage.rounding import Case, Derivatives, errors_over_tolerance
 
 # The two largest logits count as a tie if they differ by less than this share of the largest magnitude. The share is about 1,000
 # times the rounding error of float32.

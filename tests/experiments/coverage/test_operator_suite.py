@@ -10,14 +10,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hyperion.chapter import experiment_named, load_profile
-from hyperion.experiments.inference import operator_checks, operator_suite
-from hyperion.experiments.inference.claims import operator_claims
-from hyperion.experiments.inference.figures_operators import count_table, gaps
-from hyperion.experiments.inference.operator_checks import KIND_OF
-from hyperion.experiments.inference.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of
-from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward
+from hyperion.experiments.coverage import operator_checks, operator_suite
+from hyperion.experiments.coverage.claims import operator_claims
+from hyperion.experiments.coverage.figures import count_table, gaps
+from hyperion.experiments.coverage.operator_checks import KIND_OF
+from hyperion.experiments.coverage.operator_suite import OperatorSuiteOptions, collect_outcomes, status_of
+from hyperion.experiments.coverage.rounding import Case, errors_over_tolerance, forward_backward
 from tests.chapter.toy import perform, toy_context
-from tests.experiments.inference import dying_operators
+from tests.experiments.coverage import dying_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"formats": ["fp32", "bf16"], "samples": 1, "probes": 2}

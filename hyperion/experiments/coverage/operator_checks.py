@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hyperion.experiments.inference.layers import LAYERS, layer_case
-from hyperion.experiments.inference.rounding import Case, errors_over_tolerance, forward_backward, gradient_error
+from hyperion.experiments.coverage.layers import LAYERS, layer_case
+from hyperion.experiments.coverage.rounding import Case, errors_over_tolerance, forward_backward, gradient_error
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.verify import matmul_precision
 from hyperion.processes import report_progress, world

@@ -199,3 +199,7 @@ PLOTS = (
     ),
     Plot("architectures", "architectures", "Errors of each architecture over their tolerances.", architectures),
 )
+
+# Folder for tables and figures in a run's benchmarks/. The subject `inference` uses the same folder, because published reference
+# runs contain the figures of both subjects in it.
+RESULTS_FOLDER = "inference"

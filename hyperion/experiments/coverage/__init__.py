@@ -1,0 +1,1 @@
+"""Experiments on coverage: which operators of PyTorch and architectures of transformers give correct results on a device."""
