@@ -101,11 +101,18 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
         build: the installed torch build.
 
     Raises:
-        HyperionError: torch cannot use a GPU. The error contains torch's message, for example that the driver is too old.
+        HyperionError: torch cannot be imported, or cannot use a GPU. The error contains torch's message, for example that the
+            driver is too old.
     """
     done = _run([str(python), "-c", _OPEN_GPU], environment)
+    if done.returncode:
+        raise HyperionError(
+            f"{build} is installed, but cannot be imported: {done.stderr.strip()[-600:]}",
+            where=python,
+            next_step="read the last line: unset the environment variable that it is about, or install torch again",
+        )
     lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines and json.loads(lines[-1])[0]:
+    if lines and json.loads(lines[-1])[0]:
         return
     masks = {name: os.environ[name] for name in os.environ if name.endswith("_VISIBLE_DEVICES")}
     message = done.stderr.strip()[-600:] or "torch.cuda.is_available() is False"

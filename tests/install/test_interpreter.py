@@ -45,6 +45,16 @@ def test_a_gpu_build_that_opens_no_gpu_is_refused_with_the_masks(monkeypatch):
     assert "HIP_VISIBLE_DEVICES" in caught.value.where
 
 
+@pytest.mark.process
+def test_a_torch_that_cannot_be_imported_is_not_called_a_gpu_without_driver(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ValueError('TORCH_LOGS is empty')")
+    with pytest.raises(HyperionError, match="cannot be imported: (.|\\n)*TORCH_LOGS is empty") as caught:
+        interpreter.check_gpu_opens(
+            Path(sys.executable), os.environ | {"PYTHONPATH": str(tmp_path)}, Build("2.13.0", cuda="13.0")
+        )
+    assert "driver" not in caught.value.next_step
+
+
 @pytest.mark.parametrize(
     ("version", "requirement", "inside"),
     [
