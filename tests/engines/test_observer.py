@@ -184,6 +184,18 @@ def test_rows_that_two_ranks_read_together_count_once(combined):
     assert record.rows == [[0, 1]] and record.counted_tokens == 16
 
 
+def test_a_rank_counts_its_share_of_elements_and_gradients(monkeypatch, tmp_path):
+    monkeypatch.setattr(Observer, "_row_numbers", lambda self, parts: [])
+    observer = Observer(Work(str(tmp_path), 2, 1, 1, timed=True), "stack", (), tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(8))
+    weight.grad = torch.ones(8)
+    observer.start(observer, None, {"weight": weight}, own_share=lambda parameter: 0.5)
+    torch.optim.AdamW([weight]).step()
+    observer.step(1.0, 1.0, 1)
+    record = Record.of(observer.finish({}))
+    assert [group.elements for group in record.groups] == [4.0] and record.clipped_norms == [2.0]
+
+
 def test_ranks_and_micro_batches_divide_the_rows_of_a_step_in_order(tmp_path):
     work = Work(str(tmp_path), 2, 8, 1, micro_batches=2)
     parts = [work.row_numbers(1, rank, 2) for rank in range(2)]

@@ -57,6 +57,13 @@ def test_the_faster_one_is_named_first_in_every_verdict(factor, jitter):
 
 def test_too_few_steps_are_not_ranked():
     assert "not ranked: 2 timed steps are too few" in verdict(result(0.5, steps=3), result(5.0, steps=3, framework="deep"))
+    assert "not ranked: 2 timed steps are too few" in verdict(result(0.5, steps=3), result(5.0, framework="deep"))
+
+
+def test_each_result_is_compared_with_the_fastest_of_its_model():
+    results = [result(0.5, framework="deep"), result(0.1), result(1.0, framework="fsdp")]
+    first, second = compare_results(results).verdicts
+    assert first.startswith("amd tran llama is 5.0") and second.startswith("amd tran llama is 10.0")
 
 
 def written(tmp_path, *results: Result):
