@@ -104,6 +104,7 @@ def test_two_files_of_one_combination_are_refused(tmp_path):
         ({"row_order_sha256": "other"}, "order of the rows: "),
         ({"steps": 10}, "steps: 10 (amd deep bf16) / 20 (amd tran bf16)"),
         ({"learning_rates": (3e-3,) * 20}, "learning rate: 0.003 (amd deep bf16) / 0.0003"),
+        ({"learning_rates": (3.001e-4,) * 20}, "learning rate: 0.0003001 (amd deep bf16) / 0.0003"),
         ({"learning_rates": (3e-4,) * 19 + (2e-4,)}, "learning rate: 20 rates, sha256 "),
         ({"optimizer": "SGD"}, "optimizer: SGD (amd deep bf16) / AdamW"),
         ({"betas": (0.5, 0.999)}, "betas: (0.5, 0.999) (amd deep bf16) / (0.9, 0.95)"),
