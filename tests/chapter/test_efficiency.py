@@ -20,6 +20,7 @@ from hyperion.chapter.efficiency import (
     expected_stream,
     fit_times,
     own_product_curve,
+    own_stream_curve,
     read_curves,
 )
 from hyperion.chapter.efficiency_fit import (
@@ -180,7 +181,18 @@ def test_a_run_with_its_own_products_predicts_from_them(on, references):
     other = expected_product(on("A100-80", "best_products", squares), "bf16", 8192, 8192, 8192)
     assert other.estimate is not None and other.low < other.estimate
     few = [row for row in squares if row.params["m"] > 2048]
-    assert own_product_curve(few, detect(facts("H200")), "bf16") is None
+    for some in (few, [*few, *few]):  # repetitions of a size are no further sizes
+        assert own_product_curve(some, detect(facts("H200")), "bf16") is None
+
+
+def test_rows_of_a_busy_machine_or_of_hot_caches_are_not_part_of_a_runs_own_curve(references):
+    device, rows = detect(facts("H200")), references["h200x2"].rows
+    slow = [replace(row, value=row.value / 2) for row in rows if row.value is not None]
+    busy = [replace(row, throttle="busy") for row in slow]
+    hot = [replace(row, params=row.params | {"cache": "hot"}) for row in slow]
+    for others in (busy, hot):
+        assert own_product_curve([*rows, *others], device, "bf16") == own_product_curve(rows, device, "bf16") is not None
+        assert own_stream_curve([*rows, *others], "copy") == own_stream_curve(rows, "copy") is not None
 
 
 def test_streams_that_a_cache_may_serve_have_no_prediction(on):
