@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from hyperion.chapter import efficiency_fit
-from hyperion.chapter.context import Context
+from hyperion.chapter.context import Context, Forecast
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
     EAGER_STEP,
     PRODUCT,
+    REFERENCE_STEP,
     TRAINING_STEP,
     Curve,
     Work,
@@ -22,6 +23,7 @@ from hyperion.chapter.efficiency import (
     own_product_curve,
     own_stream_curve,
     read_curves,
+    with_interval,
 )
 from hyperion.chapter.efficiency_fit import (
     Reference,
@@ -29,6 +31,7 @@ from hyperion.chapter.efficiency_fit import (
     curves_to_toml,
     first_fits,
     median_error,
+    points_of,
     score_stored,
     score_unseen,
 )
@@ -139,6 +142,13 @@ def test_a_curve_that_two_runs_could_give_is_that_of_the_first(references):
     assert {run for kind, run in sources if kind == EAGER_STEP} == {"h100"}
 
 
+def test_rates_of_a_busy_machine_are_neither_fitted_nor_scored(references):
+    idle = references["h100"]
+    busy = replace(idle, rows=[replace(row, throttle="busy") for row in idle.rows])
+    assert points_of(idle) and score_stored(idle)
+    assert points_of(busy) == [] and score_stored(busy) == []
+
+
 def test_a_fit_finds_overhead_and_efficiencies():
     works = [Work(size, 1e-3 * size, 2e-4 * size**0.5) for size in (1.0, 10.0, 100.0, 1000.0)]
     points = [(work, 5e-6 + 1.3 * work.arithmetic_s + 0.5 * work.traffic_s) for work in works]
@@ -152,6 +162,19 @@ def test_the_rate_of_small_work_is_low_and_that_of_large_work_approaches_a_share
     curve = Curve("sm_90", PRODUCT, "bf16", 5e-6, 1.25, 0.0, 0.1, 4, "a run")
     rates = [curve.rate(Work(989.4e-3 * s, 1e-3 * s, 0.0)) for s in (0.001, 0.01, 1.0, 1000.0)]
     assert rates == sorted(rates) and rates[0] < 200 and rates[-1] == pytest.approx(989.4 / 1.25, rel=1e-4)
+
+
+def test_no_call_is_faster_than_its_traffic_at_the_ceiling():
+    curve = Curve("sm_90", PRODUCT, "bf16", 1.0, 0.5, 0.2, 0.1, 4, "a run")
+    assert curve.time_s(Work(1.0, 4.0, 10.0)) == 1.0 + 10.0 and curve.time_s(Work(1.0, 40.0, 10.0)) == 1.0 + 20.0 + 2.0
+
+
+def test_an_added_interval_is_the_same_factor_in_both_directions():
+    device, forecast = detect(facts("H200")), Forecast("v", "samples_per_s", 100.0, "a model")
+    spread = curve_of("sm_90", REFERENCE_STEP, "").spread
+    added = with_interval(device, REFERENCE_STEP, forecast)
+    assert (added.low, added.high) == pytest.approx((100 / (1 + spread), 100 * (1 + spread))) and added.estimate == 100.0
+    assert with_interval(detect(facts("A100-80")), REFERENCE_STEP, forecast) == forecast
 
 
 def test_a_prediction_of_a_product_lies_below_its_ceiling_and_names_its_reference(on):
