@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from hyperion.chapter import efficiency_fit
-from hyperion.chapter.context import Context
+from hyperion.chapter.context import Context, Forecast
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
     EAGER_STEP,
     PRODUCT,
+    REFERENCE_STEP,
     TRAINING_STEP,
     Curve,
     Work,
@@ -20,7 +21,9 @@ from hyperion.chapter.efficiency import (
     expected_stream,
     fit_times,
     own_product_curve,
+    own_stream_curve,
     read_curves,
+    with_interval,
 )
 from hyperion.chapter.efficiency_fit import (
     Reference,
@@ -28,6 +31,7 @@ from hyperion.chapter.efficiency_fit import (
     curves_to_toml,
     first_fits,
     median_error,
+    points_of,
     score_stored,
     score_unseen,
 )
@@ -138,6 +142,13 @@ def test_a_curve_that_two_runs_could_give_is_that_of_the_first(references):
     assert {run for kind, run in sources if kind == EAGER_STEP} == {"h100"}
 
 
+def test_rates_of_a_busy_machine_are_neither_fitted_nor_scored(references):
+    idle = references["h100"]
+    busy = replace(idle, rows=[replace(row, throttle="busy") for row in idle.rows])
+    assert points_of(idle) and score_stored(idle)
+    assert points_of(busy) == [] and score_stored(busy) == []
+
+
 def test_a_fit_finds_overhead_and_efficiencies():
     works = [Work(size, 1e-3 * size, 2e-4 * size**0.5) for size in (1.0, 10.0, 100.0, 1000.0)]
     points = [(work, 5e-6 + 1.3 * work.arithmetic_s + 0.5 * work.traffic_s) for work in works]
@@ -151,6 +162,19 @@ def test_the_rate_of_small_work_is_low_and_that_of_large_work_approaches_a_share
     curve = Curve("sm_90", PRODUCT, "bf16", 5e-6, 1.25, 0.0, 0.1, 4, "a run")
     rates = [curve.rate(Work(989.4e-3 * s, 1e-3 * s, 0.0)) for s in (0.001, 0.01, 1.0, 1000.0)]
     assert rates == sorted(rates) and rates[0] < 200 and rates[-1] == pytest.approx(989.4 / 1.25, rel=1e-4)
+
+
+def test_no_call_is_faster_than_its_traffic_at_the_ceiling():
+    curve = Curve("sm_90", PRODUCT, "bf16", 1.0, 0.5, 0.2, 0.1, 4, "a run")
+    assert curve.time_s(Work(1.0, 4.0, 10.0)) == 1.0 + 10.0 and curve.time_s(Work(1.0, 40.0, 10.0)) == 1.0 + 20.0 + 2.0
+
+
+def test_an_added_interval_is_the_same_factor_in_both_directions():
+    device, forecast = detect(facts("H200")), Forecast("v", "samples_per_s", 100.0, "a model")
+    spread = curve_of("sm_90", REFERENCE_STEP, "").spread
+    added = with_interval(device, REFERENCE_STEP, forecast)
+    assert (added.low, added.high) == pytest.approx((100 / (1 + spread), 100 * (1 + spread))) and added.estimate == 100.0
+    assert with_interval(detect(facts("A100-80")), REFERENCE_STEP, forecast) == forecast
 
 
 def test_a_prediction_of_a_product_lies_below_its_ceiling_and_names_its_reference(on):
@@ -180,7 +204,18 @@ def test_a_run_with_its_own_products_predicts_from_them(on, references):
     other = expected_product(on("A100-80", "best_products", squares), "bf16", 8192, 8192, 8192)
     assert other.estimate is not None and other.low < other.estimate
     few = [row for row in squares if row.params["m"] > 2048]
-    assert own_product_curve(few, detect(facts("H200")), "bf16") is None
+    for some in (few, [*few, *few]):  # repetitions of a size are no further sizes
+        assert own_product_curve(some, detect(facts("H200")), "bf16") is None
+
+
+def test_rows_of_a_busy_machine_or_of_hot_caches_are_not_part_of_a_runs_own_curve(references):
+    device, rows = detect(facts("H200")), references["h200x2"].rows
+    slow = [replace(row, value=row.value / 2) for row in rows if row.value is not None]
+    busy = [replace(row, throttle="busy") for row in slow]
+    hot = [replace(row, params=row.params | {"cache": "hot"}) for row in slow]
+    for others in (busy, hot):
+        assert own_product_curve([*rows, *others], device, "bf16") == own_product_curve(rows, device, "bf16") is not None
+        assert own_stream_curve([*rows, *others], "copy") == own_stream_curve(rows, "copy") is not None
 
 
 def test_streams_that_a_cache_may_serve_have_no_prediction(on):

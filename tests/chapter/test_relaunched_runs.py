@@ -77,6 +77,9 @@ def test_a_slowdown_is_exit_code_1_and_the_same_code_0(sides, tmp_path, capsys, 
     (tmp_path / "place").mkdir()
     relaunched = Relaunched(tuple(made), TurnPlan(120, 5e-3, {"step": 1}, 1.0))
     assert print_launches(relaunched, sides[0], sides[1:], tmp_path / "place") == code
+    runs = [relaunches(str(tmp_path / "place" / side)) for side in "AB"]
+    hashes = [{run.finished("relaunch", "bench")["input_hash"] for run in of_side} for of_side in runs]
+    assert [len(of_side) for of_side in hashes] == [1, 1] and hashes[0] != hashes[1]
     said = capsys.readouterr().out
     assert ("regression" in said.split("launches:")[0]) == bool(code) and "power: a worsening of 3%" in said
     # What sets the versions apart is stated, and what they have in common is not.

@@ -3,7 +3,11 @@
 import json
 from dataclasses import replace
 
+import pytest
+
+from hyperion.chapter.rows import wrong_product
 from hyperion.chapter.variants import packed, restored
+from hyperion.measure import Verification
 from hyperion.results import Estimate, Metric
 from tests.chapter.toy import toy_context
 
@@ -20,6 +24,12 @@ def test_the_value_of_an_error_is_what_its_check_judges(tmp_path):
     row = toy_context("toy", {}, tmp_path).error_row("model", "relative_difference", 0.2, "losses of one device", 0.1)
     assert (row.value, row.check, row.check_error, row.check_tolerance) == (0.2, "losses of one device", 0.2, 0.1)
     assert row.without_failed_value().value is None
+
+
+@pytest.mark.parametrize("error", [2e-5, float("inf"), float("nan")])
+def test_a_product_with_a_wrong_output_has_no_rate(error):
+    assert "wrong output" in wrong_product("fp32", Verification("float64 slice", error, 1e-5))
+    assert wrong_product("fp32", Verification("float64 slice", 1e-6, 1e-5)) == ""
 
 
 def test_a_context_travels_with_its_upstream_rows_and_the_definitions_of_their_metrics(tmp_path):

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from hyperion.checkpoints import (
     CheckpointError,
@@ -21,6 +22,7 @@ from hyperion.checkpoints import (
     verify,
     write_sharded,
 )
+from hyperion.checkpoints.sharded import _tile
 
 
 def state_of(fill=True):
@@ -167,3 +169,19 @@ def test_alone_work_is_done_and_its_errors_are_its_own(together):
 def test_alone_there_is_one_rank():
     assert rank_and_size() == (0, 1)
     assert gathered("mine") == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("shards", "whole"),
+    [
+        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], True),
+        ([((0, 0), (3, 1)), ((0, 1), (3, 3)), ((0, 4), (3, 0))], True),  # the last shard is empty
+        ([((0, 0), (2, 4))], False),
+        ([((0, 0), (1, 4)), ((2, 0), (1, 4))], False),
+        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], False),
+        ([((0, 0), (2, 4)), ((1, 0), (1, 4))], False),  # as many elements as the tensor, but two of them are missing
+    ],
+)
+def test_shards_cover_a_tensor_once_or_are_refused(shards, whole):
+    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in shards]
+    assert _tile(TensorStorageMetadata(TensorProperties(), torch.Size((3, 4)), chunks)) is whole

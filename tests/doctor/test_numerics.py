@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hyperion.commands.doctor import print_numerics
+from hyperion.doctor import numerics
 from hyperion.doctor.numerics import (
     CASES,
     PACK,
@@ -129,3 +131,9 @@ def test_an_mi250x_may_be_further_off_in_16_bits_and_the_report_says_why():
         wider, usual = tolerances("resnet18", dtype, mi250x), tolerances("resnet18", dtype, h200)
         assert all(usual[name] < wider[name] < 1 for name in usual)
     assert "flushes subnormal" in note(mi250x) and note(h200) == ""
+
+
+def test_elements_that_are_not_sampled_count_by_their_norm():
+    reference = {"gradients/w": np.array([1.0, 2.0]), "norms/w": np.array([3.0])}
+    assert numerics._gradient_errors({"w": (np.array([1.0, 2.0]), 3.0)}, reference) == {"the gradient of w": 0.0}
+    assert numerics._gradient_errors({"w": (np.array([1.0, 2.0]), 4.5)}, reference) == {"the gradient of w": 0.5}

@@ -120,6 +120,42 @@ def test_a_norm_that_was_not_measured_in_a_later_step_is_no_difference(tiny_work
     assert str(found).startswith("later gradients: norm 0.001 in step 4")
 
 
+@pytest.mark.parametrize(
+    ("factors", "names"),
+    [
+        ((1.015, 1.015, 1.015, 1.015), []),
+        ((1.03, 1.0, 1.0, 1.0), ["gradient scale"]),
+        ((1.0, 1.0, 1.03, 1.0), ["later gradients"]),
+        ((1.0, 0.97, 1.0, 1.0), ["later gradients"]),
+    ],
+)
+def test_norms_of_fp32_differ_by_at_most_two_percent(factors, names, tiny_work, reference):
+    norms = [factor * norm for factor, norm in zip(factors, reference.norms, strict=True)]
+    assert [difference.name for difference in unequal(tiny_work, replace(reference, norms=norms), reference)] == names
+
+
+@pytest.mark.parametrize(
+    ("factor", "names"), [(1.04, []), (1.1, ["no decay on matrices"]), (0.96, []), (0.9, ["decay on norms"])]
+)
+def test_elements_without_decay_differ_by_at_most_their_padding(factor, names, tiny_work, reference):
+    groups = [group if group.weight_decay else replace(group, elements=factor * 1e6) for group in reference.groups]
+    padded = replace(reference, groups=groups)
+    exact = replace(reference, groups=[group if group.weight_decay else replace(group, elements=1e6) for group in groups])
+    assert [difference.name for difference in unequal(tiny_work, padded, exact)] == names
+
+
+@pytest.mark.parametrize(("factor", "names"), [(1 + 5e-6, []), (1 + 3e-5, ["first loss"]), (1 - 3e-5, ["first loss"])])
+def test_the_first_loss_of_fp32_differs_by_rounding_only(factor, names, tiny_work, reference):
+    losses = [factor * reference.losses[0], *reference.losses[1:]]
+    assert [difference.name for difference in unequal(tiny_work, replace(reference, losses=losses), reference)] == names
+
+
+@pytest.mark.parametrize(("elements", "names"), [(16, []), (17, ["reduction dtype"])])
+def test_only_small_reductions_have_another_dtype(elements, names, tiny_work, reference):
+    record = replace(reference, reduced={"bfloat16": elements, "float32": 1000})
+    assert [difference.name for difference in unequal(tiny_work, record, reference)] == names
+
+
 def test_equal_work_with_other_rounding_is_accepted(tiny_work, tmp_path, reference, shifted):
     whole = replace(tiny_work, micro_batches=1)
     record = observed(whole, tmp_path, plain.train, fused=True, foreach=False)

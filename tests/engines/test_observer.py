@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -14,8 +15,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from hyperion.engines import observer as observers
 from hyperion.engines import plain
 from hyperion.engines.observer import Observer, sha256_of_state, versions_of
-from hyperion.engines.record import Record
-from hyperion.engines.work import Work
+from hyperion.engines.record import Group, Record
+from hyperion.engines.work import Work, distinct_rows
 from hyperion.errors import HyperionError
 from hyperion.hardware import Telemetry
 from hyperion.measure.memory_use.tensor_memory import PeakMemory
@@ -141,6 +142,71 @@ def test_a_run_that_fails_in_a_traced_step_still_has_its_times(tmp_path, tiny_wo
     assert failing(timed, 4) is None  # after the steps of a work that traces none
 
 
+def rank(rows, time_s=1.0, elements=8.0, squares=4.0, memory=1.0, energy_j=1.0) -> dict:
+    """What one rank has seen in one step."""
+    group = Group(elements, 0.1, (0.9, 0.95), 1e-8, (1e-3,), "float32", "torch.optim.adamw.AdamW")
+    seen = {"losses": [2.0], "norms": [None], "rows": [rows], "times_s": [time_s], "squares": [squares], "tokens": 16}
+    return seen | {"groups": [group], "updates": 1, "reduced": {}, "memory": memory, "energy_j": energy_j}
+
+
+@pytest.fixture
+def combined(tmp_path, monkeypatch):
+    """Return the record of ranks that train a model of 8 parameters, of which `readers` read the same rows."""
+
+    monkeypatch.setattr(Observer, "_row_numbers", lambda self, parts: [])
+
+    def combine(*ranks: dict, readers: int = 1) -> Record:
+        observer = Observer(Work(str(tmp_path), 1, 4, 4, timed=True), "stack", (), tmp_path)
+        observer.start(observer, None, {"weight": torch.zeros(8)}, readers=readers)
+        observer.step(2.0, None, 16)
+        observer.finish({})
+        return observer._combined(list(ranks), "", {})
+
+    return combine
+
+
+def test_replicas_count_once_and_the_slowest_and_fullest_rank_counts(combined):
+    record = combined(rank([2, 3], time_s=1.0, memory=3.0), rank([0, 1], time_s=2.0, memory=1.0))
+    assert record.rows == [[0, 1, 2, 3]] and record.counted_tokens == 32
+    assert [group.elements for group in record.groups] == [8.0] and record.clipped_norms == [2.0]
+    assert record.step_times_s == [2.0] and record.peak_memory_gib == 3.0 and record.energy_j == 2.0
+    unreadable = combined(rank([2, 3]), rank([0, 1], memory=None, energy_j=None))
+    assert unreadable.peak_memory_gib is None and unreadable.energy_j is None
+
+
+def test_shards_add_up(combined):
+    record = combined(rank([2, 3], elements=5.0, squares=9.0), rank([0, 1], elements=3.0, squares=16.0))
+    assert [group.elements for group in record.groups] == [8.0] and record.clipped_norms == [5.0]
+
+
+def test_rows_that_two_ranks_read_together_count_once(combined):
+    record = combined(rank([0, 1]), rank([0, 1]), readers=2)
+    assert record.rows == [[0, 1]] and record.counted_tokens == 16
+
+
+def test_a_rank_counts_its_share_of_elements_and_gradients(monkeypatch, tmp_path):
+    monkeypatch.setattr(Observer, "_row_numbers", lambda self, parts: [])
+    observer = Observer(Work(str(tmp_path), 2, 1, 1, timed=True), "stack", (), tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(8))
+    weight.grad = torch.ones(8)
+    observer.start(observer, None, {"weight": weight}, own_share=lambda parameter: 0.5)
+    torch.optim.AdamW([weight]).step()
+    observer.step(1.0, 1.0, 1)
+    record = Record.of(observer.finish({}))
+    assert [group.elements for group in record.groups] == [4.0] and record.clipped_norms == [2.0]
+
+
+def test_ranks_and_micro_batches_divide_the_rows_of_a_step_in_order(tmp_path):
+    work = Work(str(tmp_path), 2, 8, 1, micro_batches=2)
+    parts = [work.row_numbers(1, rank, 2) for rank in range(2)]
+    assert parts == [[range(8, 10), range(10, 12)], [range(12, 14), range(14, 16)]]
+
+
+def test_distinct_rows_keep_the_order_of_the_text():
+    rows = distinct_rows(np.array([5, 6, 1, 2, 5, 7, 3, 4]), 3, 1)
+    assert rows.tolist() == [[5, 6], [1, 2], [3, 4]]
+
+
 def test_only_a_timed_work_can_have_traced_steps(tiny_work):
     with pytest.raises(HyperionError, match="not timed"):
         replace(tiny_work, traced=2)
@@ -181,8 +247,9 @@ def test_the_hash_of_a_state_depends_on_names_and_values_but_not_on_their_order(
         {"b": torch.zeros(3), "a": torch.arange(4.0)},
         {"b": torch.arange(4.0), "a": -torch.zeros(3)},
         {"b": torch.arange(4.0)},
+        {"c": torch.arange(4.0), "a": torch.zeros(3)},
     )
-    assert len({sha256_of_state(other) for other in (state, *others)}) == 4
+    assert len({sha256_of_state(other) for other in (state, *others)}) == 5
 
 
 def test_rank_0_reports_steps_at_most_once_a_second(monkeypatch, tmp_path):

@@ -57,6 +57,13 @@ def test_the_faster_one_is_named_first_in_every_verdict(factor, jitter):
 
 def test_too_few_steps_are_not_ranked():
     assert "not ranked: 2 timed steps are too few" in verdict(result(0.5, steps=3), result(5.0, steps=3, framework="deep"))
+    assert "not ranked: 2 timed steps are too few" in verdict(result(0.5, steps=3), result(5.0, framework="deep"))
+
+
+def test_each_result_is_compared_with_the_fastest_of_its_model():
+    results = [result(0.5, framework="deep"), result(0.1), result(1.0, framework="fsdp")]
+    first, second = compare_results(results).verdicts
+    assert first.startswith("amd tran llama is 5.0") and second.startswith("amd tran llama is 10.0")
 
 
 def written(tmp_path, *results: Result):
@@ -97,6 +104,7 @@ def test_two_files_of_one_combination_are_refused(tmp_path):
         ({"row_order_sha256": "other"}, "order of the rows: "),
         ({"steps": 10}, "steps: 10 (amd deep bf16) / 20 (amd tran bf16)"),
         ({"learning_rates": (3e-3,) * 20}, "learning rate: 0.003 (amd deep bf16) / 0.0003"),
+        ({"learning_rates": (3.001e-4,) * 20}, "learning rate: 0.0003001 (amd deep bf16) / 0.0003"),
         ({"learning_rates": (3e-4,) * 19 + (2e-4,)}, "learning rate: 20 rates, sha256 "),
         ({"optimizer": "SGD"}, "optimizer: SGD (amd deep bf16) / AdamW"),
         ({"betas": (0.5, 0.999)}, "betas: (0.5, 0.999) (amd deep bf16) / (0.9, 0.95)"),

@@ -56,6 +56,13 @@ def test_primus_prints_gib_as_gb_or_as_gib():
     assert parse_log(TEXTS["primus"].replace("GB/", "GiB/"), "log") == parse_log(TEXTS["primus"], "log")
 
 
+def test_the_memory_of_a_log_is_that_of_its_fullest_step():
+    lines = TEXTS["primus"].splitlines()
+    (last,) = [number for number, line in enumerate(lines) if (logged_step(line) or (0,))[0] == 3]
+    lines[last] = lines[last].replace("118.25", "100.00")
+    assert "100.00" in lines[last] and parse_log("\n".join(lines), "log").peak_memory_gb == 118.25 * GB
+
+
 def test_a_log_of_megatron():
     run = parse_log(TEXTS["megatron"], "log")
     assert run == LoggedRun(MEGATRON, 64, (27.1605, 3.5), (11.92634, 11.90001), (1.5e-6, 3e-6), None)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hyperion.frameworks.result import (
     Result,
     ResultError,
+    derive,
     file_name,
     label_fault,
     migrate,
@@ -78,6 +79,7 @@ def test_names_never_collide():
         (("training_config", "gradient_accumulation_steps"), 2, "gradient_accumulation_steps differs"),
         (("parallelism_config", "tensor_model_parallel_size"), 3, "TP 3"),
         (("performance_metrics", "tokens_per_second"), 8 * 262144.0, "performance_metrics.tokens_per_second"),
+        (("performance_metrics", "max_step_time_seconds"), 0.505 * (1 + 1e-5), "max_step_time_seconds is 0.505"),
         (("performance_metrics", "total_time_seconds"), 1.0, "total_time_seconds is 1.0"),
         (("performance_metrics", "throughput_per_gpu_core"), None, "throughput_per_gpu_core is None"),
         (("performance_metrics", "skipped_steps"), 20, "no step is timed"),
@@ -107,6 +109,14 @@ def test_a_contradiction_is_refused_by_name(place, value, said):
     with pytest.raises(ResultError) as error:
         parse_result(document, "file.json")
     assert said in error.value.what and error.value.next_step
+
+
+def test_rates_are_those_of_the_timed_steps_and_the_total_is_that_of_all():
+    metrics = derive((10.0, 1.0, 3.0), 1, result().training_config, 100)  # 64 rows of 2048 tokens on 8 GPUs
+    assert (metrics.total_steps, metrics.skipped_steps, metrics.total_time_seconds) == (3, 1, 14.0)
+    assert (metrics.min_step_time_seconds, metrics.avg_step_time_seconds, metrics.max_step_time_seconds) == (1.0, 2.0, 3.0)
+    assert (metrics.steps_per_second, metrics.tokens_per_second) == (0.5, 65_536.0)
+    assert (metrics.tokens_per_second_per_gpu, metrics.throughput_per_gpu_core) == (8192.0, 81.92)
 
 
 JSON = st.recursive(

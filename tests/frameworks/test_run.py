@@ -2,17 +2,22 @@
 
 import json
 import os
+import random
 import signal
 import stat
+import string
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import hyperion.data
 from hyperion.engines import plain
 from hyperion.engines.launch import train_on_rank
 from hyperion.engines.observer import Observer
 from hyperion.engines.record import Group, Record
+from hyperion.engines.work import stored_tokens
 from hyperion.frameworks import run as runs
 from hyperion.frameworks.config import Config, Paths, Strategy
 from hyperion.frameworks.parallelism import PRESETS
@@ -20,6 +25,7 @@ from hyperion.frameworks.plan import Plan, resolve
 from hyperion.frameworks.progress import EVENTS, Progress, read_events
 from hyperion.frameworks.result import read_result
 from hyperion.frameworks.run import PREVIOUS, exit_code, log_file, run_plans
+from hyperion.hardware import detect
 from hyperion.processes import JobError, process_group
 from hyperion.results import StoreError
 from tests.frameworks.results import machine
@@ -80,6 +86,7 @@ def test_exactly_the_selected_plans_run_and_each_has_a_file(launched, tmp_path):
     assert result == outcomes[0].result and result.plan_sha256 == plan("tran").digest
     assert result.source == "observed" and result.training_config.parallel_strategy == "HF Trainer"
     assert result.memory_metrics.peak_memory_allocated_gb == pytest.approx(2 * 2**30 / 1e9)
+    assert result.gpu_info.total_memory_gb == pytest.approx(detect(CPU).memory_bytes / 1e9)
     assert result.learning_rates == (3e-4,) * 50 and result.performance_metrics.skipped_steps == 25
 
 
@@ -361,3 +368,26 @@ def test_each_preset_trains_a_tiny_model_like_the_plain_loop(preset, tmp_path):
         expected = Record.of(plain.train(work, Observer(work, "plain loop", (), tmp_path / "plain")))
     assert found.loss_values == pytest.approx(tuple(expected.losses), abs=1e-5)
     assert found.training_config.initial_state_sha256 == expected.initial_sha256
+
+
+def test_plans_share_files_only_if_model_data_and_work_are_equal(monkeypatch, tmp_path):
+    written = []
+    monkeypatch.setattr(runs, "_write_work", lambda plan, folder: written.append(plan.dataset))
+    first = plan("tran")
+    other_work = replace(first, work=first.work | {"seed": 7})
+    with runs._Works(tmp_path) as works:
+        for one in (first, plan("fsdp"), replace(first, dataset="c4"), replace(first, dataset="c4"), other_work):
+            works.work_of(one)
+    assert written == [first.dataset, "c4", first.dataset]
+
+
+def test_a_run_that_reads_a_short_text_several_times_has_different_rows(monkeypatch, tmp_path):
+    text = "".join(random.Random(0).choices(string.ascii_letters, k=6 * 17))  # six rows in each pass
+    corpus = SimpleNamespace(splits={"train": [text]})
+    monkeypatch.setattr(hyperion.data, "load_wikitext2", lambda source, allow_synthetic: corpus)
+    sizes = {"steps": 4, "global_batch_size": 4, "sequence_length": 16}
+    chosen = plan("tran")
+    runs._write_work(replace(chosen, work=chosen.work | sizes), tmp_path)
+    rows = ["".join(map(chr, row)) for row in stored_tokens(tmp_path)]
+    assert len(set(rows)) == len(rows) == 16 and all(row in text + text[1:] + text[2:] for row in rows)
+    assert "".join(rows[:6]) == text

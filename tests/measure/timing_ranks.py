@@ -22,6 +22,7 @@ def everything() -> dict:
     return {
         "collective": collective(rank),
         "compared": [t.samples_s.tolist() for t in compared(rank).timings],
+        "without communication": measure.time(lambda: time.sleep(5e-3 * rank), **OPTIONS).timing.samples_s.tolist(),
         "alone": alone(rank),
         "refused": refused(rank),
         "too slow": too_slow(rank),

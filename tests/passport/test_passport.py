@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from hyperion.doctor import FloorReport, judge
 from hyperion.errors import HyperionError
-from hyperion.hardware import collect_facts, detect, fingerprint, floors_for
+from hyperion.hardware import collect_facts, detect, fingerprint, floors_for, lookup
 from hyperion.passport import (
     PassportError,
     measure_passport,
     new_passport_path,
     not_measured,
     passport_name,
+    verify,
     verify_passport,
     write_passport,
 )
 from hyperion.passport.measure import passport_of, shareable_fingerprint
 from hyperion.passport.verify import hashes_of, private_text
+from hyperion.results import Row
 from tests.doctor.test_floors import healthy, row
 from tests.hardware.machines import facts, gpu
 
@@ -259,3 +261,10 @@ def test_the_command_checks_files_and_names_what_is_wrong(hyperion, tmp_path):
     assert f"{bad}: hashes.whole" in done.stdout and "Traceback" not in done.stderr
     lone = hyperion("passport", "--verify")
     assert lone.returncode == 2 and "files and --verify must be given together" in lone.stderr
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
+def test_a_bus_bandwidth_is_limited_by_its_link_and_by_a_switch_that_adds(ranks, factor):
+    device = detect(facts("H200"))
+    reduced = Row(notebook="n", experiment="e", variant="all_reduce", metric="busbw_gb_s", value=None, params={"ranks": ranks})
+    assert verify._known_limit(reduced, "row", device) == pytest.approx(factor * lookup(device)[0].link_limit_gb_s(ranks)[0])

@@ -80,6 +80,11 @@ def test_ordinary_runs_and_few_launches_are_indicative(launched, count, call, wh
     assert why in why_indicative(*sides)
 
 
+def test_few_launches_of_one_side_are_indicative(launched):
+    five, four = launched("a", 5), launched("b", 4)
+    assert "fewer than 5 launches" in why_indicative(five, four) and "fewer than 5 launches" in why_indicative(four, five)
+
+
 @pytest.mark.slow
 def test_launches_that_did_not_take_turns_are_refused(launched):
     monday = launched("a", 5)
@@ -253,6 +258,7 @@ def test_every_circumstance_that_differs_is_stated(tmp_path):
         "packages.numpy": ("2.4", "2.5"),
     }
     assert [one.name for one in found[:4]] == ["device", "profile", "data source of rows", "seed"]
+    assert [one.name for one in circumstances([b], [a])] == [one.name for one in found]
     assert circumstances([a], [a]) == []
 
 

@@ -172,6 +172,8 @@ def test_the_deviation_is_that_between_launches_of_one_side():
     values = 0.02 * np.random.default_rng(3).standard_normal((1000, 1))
     values[500:] += 2
     assert log_deviations(values, 500)[0] == pytest.approx(0.02, rel=0.1)
+    # The squared distances from the two means add up to 4. Each mean takes one of the 4 degrees of freedom.
+    assert log_deviations(np.array([[0.0], [2.0], [10.0], [12.0]]), 2) == pytest.approx([2**0.5])
     assert log_deviations(np.zeros((2, 1)), 1) == [0.0]
 
 

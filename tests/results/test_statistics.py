@@ -154,6 +154,12 @@ def test_a_ratio_of_independent_series_covers_the_true_one_and_takes_other_lengt
     assert hits >= 88 and found.n == 40
 
 
+def test_series_that_are_not_pairs_are_resampled_at_different_positions():
+    samples = np.random.default_rng(6).lognormal(0, 0.1, 40)
+    found = independent_ratio_estimate(samples, samples)
+    assert found.ci_low < 0.99 and found.ci_high > 1.01  # at the same positions, each ratio would be exactly 1
+
+
 @pytest.mark.slow
 def test_a_fit_through_medians_covers_the_true_line():
     random, x = np.random.default_rng(3), np.array([1.0, 2.0, 5.0])

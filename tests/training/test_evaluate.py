@@ -51,10 +51,11 @@ def test_every_token_is_scored_once_with_its_context(model, stride):
     assert found.perplexity_word(40) == pytest.approx(math.exp(expected.sum() / 40), rel=1e-4)
 
 
-def test_evaluation_leaves_training_mode_and_gradients_alone(model):
-    model.train()
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_leaves_the_mode_and_gradients_alone(model, training):
+    model.train(training)
     evaluate_language(model, evaluation_windows(TOKENS, 8, 8, prefix_id=0), FP32, CPU)
-    assert model.training
+    assert model.training is training
     assert all(p.grad is None for p in model.parameters())
 
 

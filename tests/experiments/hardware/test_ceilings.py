@@ -90,6 +90,8 @@ def test_values_of_a_busy_machine_are_no_ceilings_unless_there_are_no_others(con
         for value, state in ((90.0, "busy"), (70.0, "none"))
     ]
     assert stream_ceiling(streams).value == 70.0 and stream_ceiling(streams[:1]).value == 90.0
+    small = replace(streams[1], value=500.0, params={"elements": 4, "cache": "cold"})  # its data may come from a cache
+    assert stream_ceiling([*streams, small]).value == 70.0
 
 
 def test_picture_and_headlines(run):

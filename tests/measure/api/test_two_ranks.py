@@ -21,6 +21,7 @@ def test_ranks_take_the_same_number_of_samples_and_fail_together(answers):
     assert first["collective"]["samples"] == second["collective"]["samples"], "the slowest rank's times, on both"
     assert first["collective"]["calls"] == second["collective"]["calls"]
     assert first["compared"] == second["compared"] and len(first["compared"][0]) >= 3
+    assert min(first["without communication"]) >= 5e-3, "rank 1 sleeps that long, and rank 0 does not wait for it"
     assert first["alone"] is not None and second["alone"] is None
     assert "the call did not write to it" in second["refused"] and "failed on rank 1" in first["refused"]
     assert "3 samples do not fit" in first["too slow"] and "3 samples do not fit" in second["too slow"]

@@ -23,8 +23,9 @@ def test_steady_series_are_not_called_drifting_and_slopes_are():
     random = np.random.default_rng(0)
     steady = [drift_of(random.lognormal(0, 0.1, 100)) for _ in range(500)]
     assert sum(drift.present for drift in steady) <= 3  # 1 in 1000 by chance, and larger than 5 % besides
-    rising = [drift_of(random.lognormal(0, 0.02, 100) * np.linspace(1, 1.1, 100)) for _ in range(100)]
-    assert all(drift.present for drift in rising)
+    series = [random.lognormal(0, 0.02, 100) * np.linspace(1, 1.1, 100) for _ in range(100)]
+    rising, falling = [drift_of(one) for one in series], [drift_of(one[::-1]) for one in series]
+    assert all(drift.present for drift in rising + falling)
     assert np.mean([drift.relative for drift in rising]) == pytest.approx(0.1 / 1.05, rel=0.1)
 
 

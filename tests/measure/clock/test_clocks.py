@@ -1,6 +1,7 @@
 """Clocks stop when the work is done, not when it is asked for: on an injected device that works later than it is launched."""
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,18 @@ def test_the_flush_lies_outside_of_every_sample_of_device_events(gpu):
     assert samples == [pytest.approx([WORK_NS / 1e9] * 3)] * 2 and len(flushes) == 40 + 12
 
 
+def test_the_flush_lies_outside_of_every_sample_of_the_host_s_clock(monkeypatch):
+    now_ns = 0
+
+    def work(duration_ns):
+        nonlocal now_ns
+        now_ns += duration_ns
+
+    monkeypatch.setattr(clocks._HostClock, "stamp", staticmethod(lambda: now_ns))
+    samples = clocks._HostClock().sample([lambda: work(10), lambda: work(20)], lambda: work(700), 3)
+    assert samples == [pytest.approx([10e-9] * 3), pytest.approx([20e-9] * 3)]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("count", [1, 40])
 def test_a_call_that_waits_for_the_host_takes_as_long_beside_any_other_call(gpu, first, count):
@@ -126,6 +139,7 @@ def test_the_flush_reads_twice_the_last_level_cache_and_shows_that_it_did():
     cpu = detect_cpu()
     flush = CacheFlush(cpu)
     assert flush.bytes >= max(2 * (cpu.last_level_cache_bytes or 0), 1 << 24) - 4
+    assert CacheFlush(replace(cpu, last_level_cache_bytes=1 << 24)).bytes == 2 << 24
     assert not flush.read_all and flush.calls == 0
     flush()
     assert flush.read_all and flush.calls == 1

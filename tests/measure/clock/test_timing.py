@@ -1,5 +1,6 @@
 """Timing: warm-up, samples and intervals; the plain loop beside the clock; energy from injected readings."""
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -55,6 +56,43 @@ def test_functions_alternate(cpu):
     sampled = order[-2 * len(timings[0].samples_s) :]
     assert len(timings[0].samples_s) == len(timings[1].samples_s)
     assert sampled == ["a", "b"] * len(timings[0].samples_s)
+
+
+class ScriptedClock:
+    """A clock whose functions return their own seconds. It flushes before the first function of a round only."""
+
+    now_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+    def in_a_row(self, function, count):
+        return None
+
+    def sample(self, functions, flush, count):
+        rounds = []
+        for _ in range(count):
+            if flush is not None:
+                flush()
+            rounds.append([function() for function in functions])
+        self.now_s += sum(map(sum, rounds))
+        return [list(series) for series in zip(*rounds, strict=True)]
+
+
+def test_sampling_ends_when_the_intervals_of_all_functions_are_narrow(cpu):
+    def stopped(*functions):
+        timings = time_interleaved(functions, cpu, cold=False, time_limit_s=1.0, clock=ScriptedClock())
+        return {timing.stopped for timing in timings}
+
+    restless = itertools.cycle([0.001, 0.002]).__next__
+    assert stopped(lambda: 0.001, lambda: 0.002) == {"interval"}
+    assert stopped(lambda: 0.001, restless) == stopped(restless, lambda: 0.001) == {"time limit"}
+
+
+def test_each_function_of_a_round_needs_its_own_flush(cpu):
+    assert time_interleaved([lambda: 0.001], cpu, clock=ScriptedClock())
+    with pytest.raises(timing.HarnessError, match=r"\d+ samples are labelled cold, but the cache was flushed \d+ times"):
+        time_interleaved([lambda: 0.001, lambda: 0.001], cpu, clock=ScriptedClock())
 
 
 def test_blocks_of_calls_in_a_row_give_the_mean_call_and_alternate(cpu):

@@ -1,5 +1,7 @@
 """The recommended size is where arithmetic says, its interval holds the true one, and what is not known is not stated."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -60,6 +62,13 @@ def test_times_that_do_not_grow_have_no_size():
     fit = fit_latency_bandwidth([1e-9, 2e-9, 3e-9], [[3e-5] * 5, [2e-5] * 5, [1e-5] * 5])
     bucket = recommended_bucket(fit, "all_reduce", 1.0, [1, 2, 3])
     assert bucket.bytes is None and "no size recommended: the times do not grow" in bucket.words()
+
+
+def test_times_that_may_not_grow_have_no_size():
+    fit = fitted(5e-6, 300)
+    slope = fit.s_per_gb
+    scattered = dataclasses.replace(fit, s_per_gb=dataclasses.replace(slope, ci_low=0.0))
+    assert recommended_bucket(scattered, "all_reduce", 1.0, SIZES).bytes is None and slope.value > 0
 
 
 @pytest.mark.parametrize("share", [0, 1, 90])

@@ -8,6 +8,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
+from hyperion.measure.steps import compilation as compilations
 from hyperion.measure.steps.compilation import (
     _first_calls,
     _forget,
@@ -161,3 +162,8 @@ class Runner:
     )
     (tmp_path / "kernel.py").write_text("def call(args):\n    triton_.run(*args, stream=0)\n")
     assert _kernel_calls(tmp_path) == {"fused": 1, "template": 1, "library": 3}
+
+
+def test_calls_of_a_function_with_compiled_parts_count_what_they_take_longer_than_the_fastest(monkeypatch):
+    monkeypatch.setattr(compilations, "_first_calls", lambda function, arguments, device: [3.0, 1.0, 1.5, 1.0])
+    assert compilations.measure_first_calls(lambda: None, detect_cpu()) == 2.5

@@ -150,6 +150,14 @@ def test_the_kernels_of_a_gpu_find_their_operators(by):
     assert StepParts.of(json.loads(json.dumps(asdict(parts)))) == parts
 
 
+def test_launches_of_one_kernel_are_counted_and_their_times_added():
+    trace = TraceOfAGpu()
+    trace.launch("nvjet_tst_192x192", "aten::mm", 1200, 1300)
+    trace.launch("nvjet_tst_192x192", "aten::mm", 1500, 1900)
+    (kernel,) = trace.parts().kernels
+    assert (kernel.calls, kernel.time_s) == (2, pytest.approx(5e-4))
+
+
 def test_kernels_that_run_at_the_same_time_count_once_and_exposed_communication_is_a_part():
     trace = TraceOfAGpu()
     trace.launch("nvjet_tst_192x192", "aten::mm", 1100, 1500)

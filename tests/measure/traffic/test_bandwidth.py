@@ -37,6 +37,8 @@ def test_bytes_and_result(operation, dtype):
     measured = measure_bandwidth(operation, 10_000, dtype, detect_cpu(), time_limit_s=0.02)
     assert measured.bytes == ARRAYS[operation] * 10_000 * ELEMENT_BYTES[dtype]
     assert measured.verification.passed
+    if operation in OPERATIONS:
+        assert measured.verification.tolerance == torch.finfo(FORMATS[dtype].storage).eps
     assert len(measured.timing.samples_s) >= 30
 
 
@@ -152,6 +154,19 @@ class FlippedBit(torch.Tensor):
         plain.copy_(source)
         plain[5000] ^= 1
         return self
+
+
+class NoCopy(torch.Tensor):
+    """Bytes that a copy does not write."""
+
+    def copy_(self, source, non_blocking=False):
+        return self
+
+
+def test_a_copy_that_writes_nothing_is_caught_although_the_bytes_were_there_before(cpu):
+    source = _random_bytes(10_000, seed=0)
+    destination = source.clone().as_subclass(NoCopy)
+    assert measure_copy(source, destination, cpu, pinned=None, time_limit_s=0.01).verification.error == 1.0
 
 
 @pytest.mark.parametrize("faulty", [ShortCopy, FlippedBit])

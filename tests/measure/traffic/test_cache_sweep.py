@@ -84,6 +84,15 @@ def test_a_sweep_is_verified_and_counts_the_bytes_of_every_pass(operation):
         assert point.level or "does not tell" in point.level_basis
 
 
+@pytest.mark.parametrize("operation", SWEEPS)
+def test_timed_calls_that_write_nothing_are_caught(operation, monkeypatch):
+    """The calls before the timing have written the output, so only its poison shows that the timed ones do not."""
+    timing = RepeatedCalls(lambda: None, detect_cpu(), calls=1).time(time_limit_s=0.01)
+    monkeypatch.setattr(RepeatedCalls, "time", lambda self, time_limit_s: timing)
+    [point] = measure_cache_sweep(operation, detect_cpu(), sizes=[4 * KIB])
+    assert not point.verification.passed
+
+
 def test_a_point_that_takes_no_longer_than_one_element_measured_launches():
     [point] = measure_cache_sweep("copy", detect_cpu(), sizes=[4 * KIB], time_limit_s=0.02)
     slow = dataclasses.replace(point.launch, samples_s=np.full(30, 1e-6))
