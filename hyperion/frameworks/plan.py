@@ -365,7 +365,12 @@ def _command(
     files = ENTRIES[EXTERNAL[framework]].files
     rate, tp, pp = str(work["learning_rate"]), parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
     if framework == "nemo":
-        return (sys.executable, "-m", ENTRIES["NeMo"].module, "--config", config.frameworks.nemo.recipe or "RECIPE.yaml"), "", {}, {}
+        return (
+            (sys.executable, "-m", ENTRIES["NeMo"].module, "--config", config.frameworks.nemo.recipe or "RECIPE.yaml"),
+            "",
+            {},
+            {},
+        )
     options: dict[str, Any] = {
         "train_iters": work["steps"],
         "global_batch_size": work["global_batch_size"],

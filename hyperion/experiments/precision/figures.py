@@ -9,7 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.material import Material, Plot, Quote, best_rows, measured, memory_unit, number, percent, select, signed_number
+from hyperion.figures.material import (
+    Material,
+    Plot,
+    Quote,
+    best_rows,
+    measured,
+    memory_unit,
+    number,
+    percent,
+    select,
+    signed_number,
+)
 from hyperion.figures.style import (
     COLOURS,
     GRID,
