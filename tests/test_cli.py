@@ -77,7 +77,8 @@ def test_bad_input_is_exit_code_2_with_its_reason(hyperion, tmp_path, arguments,
     notebook = tmp_path / "phase1_hardware" / "01_x.ipynb"
     notebook.parent.mkdir()
     metadata = '{"hyperion": {"needs": [], "produces": ["e"], "time_budget_s": {}}}'
-    notebook.write_text(f'{{"cells": [], "metadata": {metadata}}}')
+    cell = '{"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": ""}'
+    notebook.write_text(f'{{"cells": [{cell}], "metadata": {metadata}}}')
     done = hyperion(*arguments, folder=tmp_path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 

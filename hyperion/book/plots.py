@@ -33,7 +33,7 @@ def all_plots() -> list[Plot]:
     if twice:
         raise HyperionError(
             f"two figures are called {', '.join(map(repr, sorted(twice)))}",
-            next_step="rename one of the two figures in the figures.py of its subject, a folder of hyperion/experiments",
+            next_step="rename one of the two figures in the figures.py of its subject, of hyperion/experiments or your own",
         )
     return plots
 

@@ -17,7 +17,7 @@ import pandas as pd
 from hyperion.chapter.context import Context, Forecast, Result
 from hyperion.chapter.profiles import REPLAY, default_profile, finished_in, load_profile, measured_under, reference_run
 from hyperion.chapter.subjects import experiment_named, module_of, subjects
-from hyperion.chapter.variants import run_isolated
+from hyperion.chapter.variants import not_a_list_of, require_result, run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import json_hash, reached_source_hash
 from hyperion.errors import HyperionError, is_finite_number, not_none, require_seed
@@ -103,9 +103,17 @@ class Chapter:
         """Return the options of an experiment as an instance of its `Options` subclass, with the values from `sizes`.
 
         Raises:
-            HyperionError: an option is unknown, missing or invalid. The message names the option.
+            HyperionError: an option is unknown, missing or invalid, or the experiment has no options. The message names the
+                option.
         """
-        return not_none(experiment_named(experiment).options).parse(self.sizes(experiment), experiment)
+        options = experiment_named(experiment).options
+        if options is None:
+            raise HyperionError(
+                f"the experiment {experiment!r} has no options",
+                where=f"EXPERIMENT of {module_of(experiment)}",
+                next_step="pass the subclass of Options: Experiment(forecast, run, options=…)",
+            )
+        return options.parse(self.sizes(experiment), experiment)
 
     def sizes(self, experiment: str) -> dict:
         """Return the profile's sizes for an experiment.
@@ -177,7 +185,7 @@ class Chapter:
             return self._keep(experiment, digest)
         # Recorded after the predictions are stored and before the first sample, because `Run.verify` compares the times.
         provenance, environment, started_at = self._provenance(experiment), self.environment, utc_now()
-        result = _require_result(experiment, self._measure(experiment, digest, data))
+        result = require_result(experiment, self._measure(experiment, digest, data))
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
         # The identity of the data is read after the run, because the experiment may have downloaded the data.
@@ -448,40 +456,13 @@ def _values_of(rows: list[Row]) -> str:
 
 def _require_forecasts(experiment: str, found: Any) -> list[Forecast]:
     """Return what the forecast of an experiment returned if it can be stored."""
-    if fault := _not_a_list_of(Forecast, found):
+    if fault := not_a_list_of(Forecast, found):
         raise HyperionError(
             f"the forecast of the experiment {experiment!r} returned {fault}",
             where=f"the function forecast of {module_of(experiment)}",
             next_step="return [Forecast(variant, metric, estimate, basis)], or [] if there is no prediction",
         )
     return list(found)
-
-
-def _require_result(experiment: str, result: object) -> Result:
-    """Return what an experiment returned if it can be stored."""
-    if not isinstance(result, Result):
-        fault = f"returned {type(result).__name__}, not a Result"
-    elif wrong := _not_a_list_of(Row, result.rows):
-        fault = f"returned a Result whose rows are {wrong}"
-    elif not result.rows:
-        fault = "returned no rows"
-    elif not isinstance(result.samples, pd.DataFrame):
-        fault = f"returned samples of type {type(result.samples).__name__}, not a DataFrame"
-    else:
-        return result
-    raise HyperionError(
-        f"the experiment {experiment!r} {fault}",
-        where=f"the function run of {module_of(experiment)}",
-        next_step="return Result(rows, samples) with at least one row; context.absent_row states why nothing was measured",
-    )
-
-
-def _not_a_list_of(kind: type, found: object) -> str:
-    """Return what `found` is instead of a list or tuple of objects of this class, or "" if it is one."""
-    if not isinstance(found, list | tuple):
-        return f"{type(found).__name__}, not a list of {kind.__name__}"
-    wrong = next((type(one).__name__ for one in found if not isinstance(one, kind)), "")
-    return f"a list with {wrong}, not of {kind.__name__}" if wrong else ""
 
 
 def _run_folder(output: str) -> Path:

@@ -34,7 +34,7 @@ from types import ModuleType
 
 from hyperion.chapter.context import Experiment
 from hyperion.errors import HyperionError
-from hyperion.results.metrics import register_metric
+from hyperion.results.metrics import Metric, register_metric
 
 ENTRY_POINTS = "hyperion.subjects"
 VARIABLE = "HYPERION_SUBJECTS"
@@ -104,7 +104,8 @@ def subjects() -> tuple[Subject, ...]:
     The library's subjects come first, then those of installed packages, then the folders in HYPERION_SUBJECTS.
 
     Raises:
-        HyperionError: a subject does not exist or is not a Python package, or two subjects have the same name.
+        HyperionError: a subject does not exist or is not a Python package, two subjects have the same name, or the metrics of a
+            subject cannot be used.
     """
     own = Path(__file__).resolve().parents[1] / "experiments"
     found = [Subject(path.name, f"{_BUILT_IN}.{path.name}", path) for path in sorted(own.iterdir()) if _is_package(path)]
@@ -120,9 +121,22 @@ def subjects() -> tuple[Subject, ...]:
                 where=f"{other.folder} and {subject.folder}",
                 next_step="rename the folder of one of the two subjects",
             )
-        for metric in subject.module("metrics").METRICS if "metrics" in subject.modules else ():
+        for metric in _metrics_of(subject):
             register_metric(metric)
     return tuple(by_name.values())
+
+
+def _metrics_of(subject: Subject) -> tuple[Metric, ...]:
+    if "metrics" not in subject.modules:
+        return ()
+    metrics = getattr(subject.module("metrics"), "METRICS", None)
+    if isinstance(metrics, tuple | list) and all(isinstance(metric, Metric) for metric in metrics):
+        return tuple(metrics)
+    raise HyperionError(
+        f"METRICS is {metrics!r:.80}, not a tuple of Metric",
+        where=subject.folder / "metrics.py",
+        next_step="write METRICS = (Metric(…),), with the comma",
+    )
 
 
 def subject_of(experiment: str) -> Subject | None:
@@ -173,6 +187,12 @@ def experiment_named(name: str) -> Experiment:
     subject = subject_of(name)
     experiment = getattr(subject.module(name), "EXPERIMENT", None) if subject else None
     if not isinstance(experiment, Experiment):
+        if subject:
+            raise HyperionError(
+                f"the module {name!r} has no EXPERIMENT",
+                where=subject.folder / f"{name}.py",
+                next_step="define EXPERIMENT = Experiment(forecast, run, options=…) in it, or name another experiment",
+            )
         raise HyperionError(f"no experiment {name!r}", next_step=f"use one of {', '.join(experiment_names())}")
     return experiment
 

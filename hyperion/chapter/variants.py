@@ -12,11 +12,12 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from hyperion.chapter.context import Context, Options, Report, Result
-from hyperion.chapter.subjects import experiment_named
+from hyperion.chapter.subjects import experiment_named, module_of
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks, world
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
+from hyperion.results.files import encode_samples
 from hyperion.results.rows import OUT_OF_MEMORY
 
 # Number of cores per process, and minimum and maximum number of processes. With fewer cores per process, the variants would not
@@ -36,7 +37,38 @@ def run_isolated(context: Context, report: Report) -> Result:
 
 def run_experiment(context: Context, report: Report) -> Result:
     """Run the experiment of a context. Called by `run_isolated` in the new process."""
-    return experiment_named(context.experiment).run(context, report)
+    return require_result(context.experiment, experiment_named(context.experiment).run(context, report))
+
+
+def require_result(experiment: str, result: object) -> Result:
+    """Return what an experiment returned if it can be stored.
+
+    Raises:
+        HyperionError: it is no `Result`, or one without rows or samples.
+    """
+    if not isinstance(result, Result):
+        fault = f"returned {type(result).__name__}, not a Result"
+    elif wrong := not_a_list_of(Row, result.rows):
+        fault = f"returned a Result whose rows are {wrong}"
+    elif not result.rows:
+        fault = "returned no rows"
+    elif not isinstance(result.samples, pd.DataFrame):
+        fault = f"returned samples of type {type(result.samples).__name__}, not a DataFrame"
+    else:
+        return result
+    raise HyperionError(
+        f"the experiment {experiment!r} {fault}",
+        where=f"the function run of {module_of(experiment)}",
+        next_step="return Result(rows, samples) with at least one row; context.absent_row states why nothing was measured",
+    )
+
+
+def not_a_list_of(kind: type, found: object) -> str:
+    """Return what `found` is instead of a list or tuple of objects of this class, or "" if it is one."""
+    if not isinstance(found, list | tuple):
+        return f"{type(found).__name__}, not a list of {kind.__name__}"
+    wrong = next((type(one).__name__ for one in found if not isinstance(one, kind)), "")
+    return f"a list with {wrong}, not of {kind.__name__}" if wrong else ""
 
 
 def run_variant(context: Context, report: Report, function: Callable[..., Result], params: dict | None = None) -> Result:
@@ -240,7 +272,7 @@ def run_in_worker(context: dict, function: str, params: dict, import_path: list[
     sys.path += [folder for folder in import_path if folder not in sys.path]
     here = restored(context)
     result = load_entry(function)(here, report_progress, **params)
-    result.samples.to_parquet(_samples_file(here, rank), index=False)
+    _samples_file(here, rank).write_bytes(encode_samples(result.samples, f"{here.notebook} / {here.experiment}"))
     rows = json.dumps([asdict(row) for row in result.rows], default=float)  # NumPy scalars become plain numbers
     return {"rows": json.loads(rows), "source": result.source}
 

@@ -121,7 +121,8 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
         spread = "" if c.spread is None else f"{c.spread:.1%}"
         better = c.change is not None and c.change > 0
         verdict = f"indicative: {'better' if better else 'worse'}" if c.verdict == "indicative" else c.verdict
-        numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", f"{signed_number(100 * c.change, 1)}%", spread, p, power)
+        change = "" if c.change is None else f"{signed_number(100 * c.change, 1)}%"
+        numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", change, spread, p, power)
         table.add_row(escape(printable(c.name)), c.metric, *numbers, verdict)
     return table
 

@@ -6,6 +6,7 @@ This module imports neither torch nor matplotlib, because functions that print t
 import functools
 import json
 import math
+import traceback
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -335,12 +336,20 @@ def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable
             except Exception as error:
                 raise HyperionError(
                     f"{what} cannot be made from these rows: {type(error).__name__}: {str(error)[:200]}",
-                    next_step="check the run with `hyperion verify`; if the run is valid, report this error with the run",
+                    where=_own_line(error),
+                    next_step="correct this line if it is yours; else check the run with `hyperion verify`, and if it is valid, "
+                    "report this error with the run",
                 ) from error
 
         return make
 
     return decorated
+
+
+def _own_line(error: Exception) -> str:
+    """Return the last line of an exception's traceback that is in no installed package, as file:line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def number(value: float | None, digits: int = 4) -> str:

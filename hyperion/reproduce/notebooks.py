@@ -112,22 +112,29 @@ def read_notebook(path: Path) -> Notebook:
     """Read one notebook with its metadata.
 
     Raises:
-        BookError: the file is not a notebook, or its metadata are incomplete.
+        BookError: the file is not a notebook, its metadata are incomplete, or no cell has the tag `parameters`.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        tags = [tag for cell in document["cells"] for tag in cell.get("metadata", {}).get("tags", ())]
         cells = tuple((cell["cell_type"], "".join(cell["source"])) for cell in document["cells"])
         metadata = document["metadata"].get("hyperion")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BookError(f"not a notebook: {error!r}", where=path, next_step="restore the file: git checkout -- <file>") from error
     if not isinstance(metadata, dict):
         raise BookError("notebook lacks metadata.hyperion", where=path, next_step=_REMEDY)
+    if "parameters" not in tags:  # the notebook would measure with its own settings, and in a run of its own
+        raise BookError(
+            "no cell of the notebook has the tag 'parameters'",
+            where=path,
+            next_step="give this tag to the cell that sets profile, data_source, output and seed",
+        )
     try:
         notebook = Notebook(
             path=path,
-            needs=tuple(metadata["needs"]),
-            optional=tuple(metadata.get("optional", ())),
-            produces=tuple(metadata["produces"]),
+            needs=_names(metadata["needs"]),
+            optional=_names(metadata.get("optional", [])),
+            produces=_names(metadata["produces"]),
             time_budget_s=_seconds(metadata["time_budget_s"]),
             several_devices_s=_seconds(metadata.get("several_devices_s", {})),
             without_frameworks_s=_seconds(metadata.get("without_frameworks_s", {})),
@@ -139,6 +146,12 @@ def read_notebook(path: Path) -> Notebook:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BookError(f"metadata.hyperion is incomplete: {error!r}", where=path, next_step=_REMEDY) from error
     return notebook
+
+
+def _names(names: object) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{names!r:.60} is not a list of names")
+    return tuple(names)
 
 
 def _seconds(by_profile: dict[str, float]) -> dict[str, float]:

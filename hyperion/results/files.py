@@ -269,6 +269,28 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
         yield
 
 
+def encode_samples(samples: "pd.DataFrame", where: object) -> bytes:
+    """Return the table as the content of a Parquet file.
+
+    Args:
+        samples: the table.
+        where: the experiment, for the error message.
+
+    Raises:
+        StoreError: a column contains objects that Parquet cannot store, or two columns have the same name.
+    """
+    buffer = io.BytesIO()
+    try:
+        samples.to_parquet(buffer, index=False)
+    except (ValueError, TypeError, NotImplementedError) as error:  # also the errors of Arrow
+        raise StoreError(
+            f"the samples cannot be stored: {'; '.join(map(str, error.args))[:300]}",
+            where=where,
+            next_step="use columns of numbers or texts with different names; tensors need .tolist()",
+        ) from error
+    return buffer.getvalue()
+
+
 def read_samples(content: bytes, where: object) -> "pd.DataFrame":
     """Return the table of a Parquet file. The size is checked before the file is decoded, and nothing in the file is executed.
 

@@ -207,7 +207,11 @@ class Row:
         self._demand(isinstance(self.params, dict), f"has params that are not a JSON object: {self.params!r:.60}", "use a dict")
         for name in _TEXTS:
             text = getattr(self, name)
-            self._demand(isinstance(text, str), f"{name} is {text!r}, which is not a text", 'use "" if there is no text')
+            self._demand(
+                isinstance(text, str),
+                f"{name} is {text!r}, which is not a text",
+                'use a text such as "bf16", or "" if there is none',
+            )
         require_file_names(self.notebook, self.experiment)
         self._require_numbers()
         for column in _FLOATS:
@@ -232,7 +236,11 @@ class Row:
             share = getattr(self, column)
             self._demand(share is None or 0 <= share <= 1, f"{column} is {share!r:.40}", "store a share from 0 to 1, or null")
         # Params must survive a round trip through JSON. A tuple, for example, would become a list.
-        self._demand(_is_json(self.params), f"has params that are not a JSON object: {self.params!r:.200}", "use plain values")
+        self._demand(
+            _is_json(self.params),
+            f"has params that are not a JSON object: {self.params!r:.200}",
+            "use numbers, texts and lists; JSON has no tuples",
+        )
         self._demand(_is_bounded(self.params), "has params beyond the range of a float", "store other numbers")
         if self.value is None:
             self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")

@@ -4,7 +4,6 @@ Each change to a run folder is one transaction.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from hyperion.results.files import (
     WRITER_LOCK,
     StoreError,
     commit,
+    encode_samples,
     locked,
     make_folder,
     manifest_names,
@@ -355,14 +355,13 @@ class Run:
                 # All experiments of one session share the environment. It is stored once, under its digest.
                 digest = entry["provenance"]["environment"] = environment_digest(environment)
                 files[ENVIRONMENTS] = _json(self.environments() | {digest: environment})
-            buffer = io.BytesIO()
-            samples.to_parquet(buffer, index=False)
-            read_samples(buffer.getvalue(), samples_name(notebook, experiment))  # raises an error for samples that cannot be read
+            encoded = encode_samples(samples, f"{notebook} / {experiment}")
+            read_samples(encoded, samples_name(notebook, experiment))  # raises an error for samples that cannot be read
             self.write(
                 files
                 | self._rows_files(notebook, experiment, rows)
                 | {
-                    samples_name(notebook, experiment): buffer.getvalue(),
+                    samples_name(notebook, experiment): encoded,
                     EXPERIMENTS: _json(self.experiments() | {f"{notebook}/{experiment}": entry}),
                 }
             )
@@ -690,9 +689,13 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
         row.validate()
         if (row.notebook, row.experiment) != (notebook, experiment):
             raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
-    if len({row.key for row in rows}) != len(rows):
+    counts = Counter(row.key for row in rows)
+    if twice := next((row for row in rows if counts[row.key] > 1), None):
+        shown = " ".join(filter(None, (twice.variant, twice.dtype, str(twice.params or ""), twice.metric)))
         raise RowError(
-            "two rows with the same key", where=f"{notebook}/{experiment}", next_step="give the two rows different params"
+            f"{counts[twice.key]} rows have the same key: {shown}",
+            where=f"{notebook}/{experiment}",
+            next_step="give the rows different variants, dtypes or params",
         )
     return rows
 

@@ -124,8 +124,9 @@ def test_a_fault_of_a_figure_is_an_error_where_no_value_was_refused(material, mo
     # A figure of one experiment: the made-up rows of another experiment contain a refused value.
     gemm = next(plot for plot in PLOTS if plot.name == "gemm")
     monkeypatch.setattr("hyperion.book.plots.all_plots", lambda: [replace(gemm, draw=fail)])
-    with pytest.raises(HyperionError, match="TypeError: planted"):
+    with pytest.raises(HyperionError, match="TypeError: planted") as fault:
         draw("gemm", material)
+    assert str(fault.value.where).rpartition(":")[0] == __file__
     assert draw("gemm", with_refused_values(material, every=False)) is None
     assert capsys.readouterr().out.startswith("WARNING: no figure 'gemm'")
 

@@ -16,7 +16,7 @@ import torch
 from hyperion.chapter import Chapter, experiment_names, load_profile, open_chapter, profile_names
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.subjects import module_of
-from hyperion.chapter.variants import unpacked
+from hyperion.chapter.variants import run_experiment, unpacked
 from hyperion.data import DataError
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
@@ -236,6 +236,23 @@ def test_what_an_experiment_returned_is_refused_by_its_name_if_it_cannot_be_stor
     with pytest.raises(HyperionError, match=says):
         chapter.run("gemm")
     assert chapter.results.finished(NOTEBOOK, "gemm") is None
+
+
+def test_a_worker_refuses_what_an_experiment_returned(tmp_path, monkeypatch):
+    monkeypatch.setattr("hyperion.chapter.variants.experiment_named", lambda name: Experiment(lambda c: [], lambda c, r: None))
+    context = Context(notebook="n", experiment="gemm", sizes={}, workspace=tmp_path)
+    with pytest.raises(HyperionError, match="'gemm' returned NoneType, not a Result"):
+        run_experiment(context, lambda done, total, note="": None)
+
+
+def test_samples_that_no_file_can_hold_are_refused(tmp_path, monkeypatch):
+    run = lambda context, report: Result([context.row("a", "count", 1.0)], pd.DataFrame({"x": [object()]}))  # noqa: E731
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: Experiment(lambda context: [], run))
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    with pytest.raises(StoreError, match="the samples cannot be stored: .*column x"):
+        chapter.run("gemm")
+    with pytest.raises(HyperionError, match="'gemm' has no options"):
+        chapter.options("gemm")
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,17 @@ def test_incomplete_metadata_are_named(tmp_path):
         read_notebook(path)
 
 
+def test_a_notebook_without_parameters_and_names_that_are_no_list_are_refused(tmp_path):
+    path = write_notebook(tmp_path, "01_z", ["1"], needs="01_x")
+    with pytest.raises(BookError, match="'01_x' is not a list of names"):
+        read_notebook(path)
+    path = write_notebook(tmp_path, "01_z", ["1"])
+    path.write_text(path.read_text().replace('"parameters"', '"parameter"'))
+    with pytest.raises(BookError, match="has the tag 'parameters'") as refusal:
+        read_notebook(path)
+    assert refusal.value.where == path
+
+
 def test_devices_are_one_or_all_and_all_unless_told(tmp_path):
     assert read_notebook(write_notebook(tmp_path, "01_y", ["1"])).devices == "all"
     assert read_notebook(write_notebook(tmp_path, "01_z", ["1"], devices="one")).devices == "one"

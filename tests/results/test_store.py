@@ -63,7 +63,7 @@ def test_record_and_read_back(new_run, row, samples):
     [
         ([{"value": None}], "null without a reason"),
         ([{"experiment": "bandwidth"}], "row belongs to"),
-        ([{}, {}], "two rows with the same key"),
+        ([{}, {}], "2 rows have the same key: cold bfloat16"),
     ],
 )
 def test_one_bad_row_stores_nothing(new_run, row, samples, changes, fault):

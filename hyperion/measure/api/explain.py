@@ -112,10 +112,10 @@ class Explanation(Answer):
     @property
     def profiler_cost(self) -> str:
         """Text with the number of profiled steps, their time, and the time that the profiler added."""
-        unprofiled = self.estimate.value
+        cost = signed_number(100 * (self.profiled_step_s / self.estimate.value - 1), 0)
         return (
             f"shares are from {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each); times are "
-            f"scaled to the unprofiled step; the profiler costs {signed_number(100 * (self.profiled_step_s / unprofiled - 1), 0)} %"
+            f"scaled to the unprofiled step; the profiler costs {cost} %"
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> list[Row]:
