@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import layer_checks, quantized_linears
-from hyperion.experiments.inference.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
-from hyperion.experiments.inference.layer_checks import output_error, represented_weight, stored_error, weight_bytes_of, what_ran
-from hyperion.experiments.inference.quantized_linears import (
+from hyperion.experiments.quantization import layer_checks, quantized_linears
+from hyperion.experiments.quantization.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
+from hyperion.experiments.quantization.layer_checks import (
+    output_error,
+    represented_weight,
+    stored_error,
+    weight_bytes_of,
+    what_ran,
+)
+from hyperion.experiments.quantization.quantized_linears import (
     SCHEMES,
     Fp8,
     Fp8Linear,

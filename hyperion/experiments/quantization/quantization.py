@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, checked, sample_frame, speedup_row, timed_row
-from hyperion.experiments.inference import onnx_int8
-from hyperion.experiments.inference.layer_checks import output_bound, output_error, stored_error, weight_bytes_of, what_ran
-from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
-from hyperion.experiments.inference.quality import change_of_quality, perplexity, windows_of_tokens
-from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears
+from hyperion.experiments.quantization import onnx_int8
+from hyperion.experiments.quantization.layer_checks import output_bound, output_error, stored_error, weight_bytes_of, what_ran
+from hyperion.experiments.quantization.quantized_linears import SCHEMES, Scheme, replace_linears
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, largest_error, matmul_precision, time_interleaved
 from hyperion.models.llama import layer_shapes
 from hyperion.results import Row, proportion_estimate
 from hyperion.workloads.datasets import IMAGES, TEXT
+from hyperion.workloads.onnx_sessions import Session, why_no_onnx
+from hyperion.workloads.quality import change_of_quality, perplexity, windows_of_tokens
 from hyperion.workloads.trained_models import (
     LANGUAGE,
     LANGUAGE_MODELS,
