@@ -115,7 +115,8 @@ class Explanation(Answer):
         unprofiled = self.estimate.value
         return (
             f"shares are from {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each); times are "
-            f"scaled to the unprofiled step; the profiler costs {signed_number(100 * (self.profiled_step_s / unprofiled - 1), 0)} %"
+            f"scaled to the unprofiled step; the profiler costs "
+            f"{signed_number(100 * (self.profiled_step_s / unprofiled - 1), 0)} %"
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns: Any) -> list[Row]:
