@@ -26,16 +26,15 @@ def runtime_throughput(material: Material) -> Figure | None:
     # Omit batches that the search tried and rejected because they do not fit or take too long. The row of a runtime that cannot
     # be used has no role. Keep it, because it contains the reason.
     best = [row for row in rows if row.params.get("role") in (None, "best batch")]
-    searched = {runtime: _searched(rows, runtime) for runtime in (_COMPILED, _EAGER)}
+    searched = {
+        runtime: {row.params["batch"] for row in rows if row.variant == runtime and row.params.get("role") == "search"}
+        for runtime in (_COMPILED, _EAGER)
+    }
     notes = []
     if searched[_COMPILED] and searched[_COMPILED] < searched[_EAGER]:
         tried = ", ".join(map(str, sorted(searched[_COMPILED])))
         notes.append(f"{_COMPILED}: only the batches {tried} were tried, because each needs a compilation.")
     return _panels(material, best, "Throughput of the best batch", "examples/s", 1.0, notes)
-
-
-def _searched(rows: list[Row], runtime: str) -> set[int]:
-    return {row.params["batch"] for row in rows if row.variant == runtime and row.params.get("role") == "search"}
 
 
 def kernel_counts(material: Material) -> Figure | None:
