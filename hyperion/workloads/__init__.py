@@ -1,1 +1,1 @@
-"""Models, data sets and training recipes that the experiments of several subjects share."""
+"""Models, data sets, training recipes, scores and ONNX sessions that the experiments of several subjects share."""

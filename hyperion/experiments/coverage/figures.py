@@ -201,5 +201,5 @@ PLOTS = (
 )
 
 # Folder for tables and figures in a run's benchmarks/. The subject `inference` uses the same folder, because published reference
-# runs contain the figures of both subjects in it.
+# runs contain the figures of both subjects, and of `quantization`, in it.
 RESULTS_FOLDER = "inference"

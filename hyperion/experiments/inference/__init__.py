@@ -1,1 +1,1 @@
-"""Experiments on inference: runtimes, quantised weights, decoding speed, and training with few bits."""
+"""Experiment on inference: speed and accuracy of trained models in several runtimes."""

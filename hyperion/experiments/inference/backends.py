@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from hyperion.experiments.inference.onnx_sessions import CPU_PROVIDER, Session, gpu_provider, why_no_gpu_provider, why_no_onnx
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler
+from hyperion.measure.steps.profiled import profiled
+from hyperion.workloads.onnx_sessions import CPU_PROVIDER, Session, gpu_provider, why_no_gpu_provider, why_no_onnx
 
 EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
 AOTI, ORT_CPU, ORT_GPU, MIGRAPHX = "AOTInductor", "ONNX Runtime CPU", "ONNX Runtime GPU", "MIGraphX"
@@ -234,16 +234,6 @@ def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
         return list(profiled(lambda: prepared.call(inputs), prepared.device).events() or [])
-
-
-def profiled(call: Callable[[], object], device: Device) -> profile:
-    """Call a function once under the profiler, which records the kernels of a GPU, or the operators on a CPU."""
-    gpu = device.kind != "cpu"
-    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watch:
-        call()
-        if gpu:  # the profiler records only kernels that have finished before it stops
-            torch.cuda.synchronize(device.torch_device)
-    return watch
 
 
 def _kernels_of(event: Any) -> int:

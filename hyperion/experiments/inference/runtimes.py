@@ -50,7 +50,6 @@ from hyperion.experiments.inference.backends import (
 )
 from hyperion.experiments.inference.metrics import LATENCIES
 from hyperion.experiments.inference.percentiles import percentile, samples_needed
-from hyperion.experiments.inference.quality import change_of_quality
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, Verification, matmul_precision, relative_error, time_function, time_interleaved
 from hyperion.measure.clock.clocks import BlockClock, WallClock
@@ -58,6 +57,7 @@ from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
 from hyperion.results import Estimate, Row
 from hyperion.workloads.datasets import IMAGES, TEXT
+from hyperion.workloads.quality import change_of_quality
 from hyperion.workloads.trained_models import (
     CLASSIFIER,
     LANGUAGE,

@@ -9,8 +9,8 @@ import hyperion
 from hyperion.chapter import load_profile
 from hyperion.experiments.coverage.architectures import ARCHITECTURES
 from hyperion.experiments.coverage.operator_suite import KIND_OF, LAYERS
-from hyperion.experiments.inference.decode_speed import DecodeSpeedOptions
-from hyperion.experiments.inference.qlora import _parameter_sizes
+from hyperion.experiments.quantization.decode_speed import DecodeSpeedOptions
+from hyperion.experiments.quantization.qlora import _parameter_sizes
 from hyperion.models.llama import layer_shapes, llama_parameter_count, random_llama_shape
 from hyperion.workloads.trained_models import LANGUAGE_MODELS
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hyperion.chapter import experiment_named, load_profile
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import backends, onnx_int8, runtimes
+from hyperion.experiments.inference import backends, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
     COMPILED,
@@ -27,20 +27,14 @@ from hyperion.experiments.inference.backends import (
     why_absent,
     why_no_migraphx,
 )
-from hyperion.experiments.inference.onnx_sessions import (
-    CPU_PROVIDER,
-    SPINNING,
-    Session,
-    require_provider,
-    why_no_gpu_provider,
-    why_no_onnx,
-)
-from hyperion.experiments.inference.quantized_linears import SCHEMES, replace_linears
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
+from hyperion.experiments.quantization import onnx_int8
+from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace_linears
 from hyperion.hardware import detect_cpu
 from hyperion.measure import FORMATS
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED
+from hyperion.workloads.onnx_sessions import CPU_PROVIDER, SPINNING, Session, require_provider, why_no_gpu_provider, why_no_onnx
 from hyperion.workloads.trained_models import trained_classifier, trained_language_model
 from tests.chapter.toy import toy_context
 from tests.experiments.inference import dying_jobs

@@ -23,9 +23,9 @@ from hyperion.chapter.rows import (
     stream_ceiling,
     timed_row,
 )
-from hyperion.experiments.inference.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
-from hyperion.experiments.inference.layer_checks import stored_tensors
-from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears
+from hyperion.experiments.quantization.decoder import CAPTURED, COMPILED, EAGER, MODES, StaticDecoder, tokens_of_plain_forward
+from hyperion.experiments.quantization.layer_checks import stored_tensors
+from hyperion.experiments.quantization.quantized_linears import SCHEMES, Scheme, replace_linears
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Timing, Verification, bytes_of, largest_error, matmul_precision, time_interleaved
 from hyperion.models import LlamaShape, random_llama_shape

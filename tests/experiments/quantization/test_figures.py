@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.experiments.inference.figures import decode_speed, qlora, quantization
+from hyperion.experiments.quantization.figures import decode_speed, qlora, quantization
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run

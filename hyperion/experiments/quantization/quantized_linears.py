@@ -336,14 +336,15 @@ class Nf4(Scheme):
         return n * k // 2 + scales + _CODE_BYTES
 
     def weight_error(self, weight_NK: Tensor) -> Tensor:
+        tables = bitsandbytes_library().functional
         absmax = weight_NK.double().flatten().unflatten(0, (-1, NF4_BLOCK)).abs().amax(1)
-        error = absmax * _largest_gap(_nf4_code()) / 2
+        error = absmax * _largest_gap(tables.get_4bit_type("nf4", device="cpu").double()) / 2
         if self.double:
             # The mean of the scales is subtracted, and the difference is stored as an index into an 8-bit table. The error of a
             # scale is multiplied by an NF4 value, whose magnitude is at most 1.
             centred = absmax - absmax.mean()
             nested = F.pad(centred, (0, -len(centred) % NESTED_BLOCK)).unflatten(0, (-1, NESTED_BLOCK)).abs().amax(1)
-            gaps = nested * _largest_gap(_nested_code()) / 2
+            gaps = nested * _largest_gap(tables.create_dynamic_map().double()) / 2
             error = error + 1.001 * gaps.repeat_interleave(NESTED_BLOCK)[: len(absmax)]
         return error.repeat_interleave(NF4_BLOCK).view(weight_NK.shape)
 
@@ -359,14 +360,6 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 
-def _nf4_code() -> Tensor:
-    return bitsandbytes_library().functional.get_4bit_type("nf4", device="cpu").double()
-
-
-def _nested_code() -> Tensor:
-    return bitsandbytes_library().functional.create_dynamic_map().double()
-
-
 def _largest_gap(code: Tensor) -> float:
     """Return the largest distance between neighbouring values of a table, including the distances to the ends of [-1, 1]."""
     values = code.sort().values
@@ -374,6 +367,11 @@ def _largest_gap(code: Tensor) -> float:
     # not half of it, so count this distance twice.
     ends = 2 * (1 - min(abs(values[0].item()), values[-1].item()))
     return max(values.diff().max().item(), ends)
+
+
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers in the blocks (`layers`) of a model by their names, without the head."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name}
 
 
 def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[str, Tensor]:
@@ -390,7 +388,7 @@ def replace_linears(model: nn.Module, scheme: Scheme, device: Device) -> dict[st
     Raises:
         HyperionError: the blocks contain no linear layer, or a layer has a bias.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name}
+    linears = block_linears(model)
     if not linears or any(module.bias is not None for module in linears.values()):
         raise HyperionError(
             f"{len(linears)} linear layers in 'layers', or a layer with a bias",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyperion.experiments.inference.exercises import (
+from hyperion.experiments.quantization.exercises import (
     DECODE_MS,
     NF4_BITS,
     judge_int8,
@@ -12,7 +12,7 @@ from hyperion.experiments.inference.exercises import (
     quantise_wrong_axis,
     unpack_wrong_nibble,
 )
-from hyperion.experiments.inference.quantized_linears import Nf4, unpack_int4
+from hyperion.experiments.quantization.quantized_linears import Nf4, unpack_int4
 from tests.exercise_scores import solved
 
 

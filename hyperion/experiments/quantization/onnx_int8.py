@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference.onnx_sessions import CPU_PROVIDER
+from hyperion.workloads.onnx_sessions import CPU_PROVIDER
 
 DYNAMIC, STATIC, DIVERGENCE = "int8 dynamic", "int8 static", "int8 static, divergence"
 KINDS = (DYNAMIC, STATIC, DIVERGENCE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hyperion.data import IGNORE_INDEX
-from hyperion.experiments.inference.quality import (
+from hyperion.workloads.quality import (
     accuracy_difference,
     change_of_quality,
     clustered_mean,

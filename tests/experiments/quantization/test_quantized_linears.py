@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import layer_checks, quantized_linears
-from hyperion.experiments.inference.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
-from hyperion.experiments.inference.layer_checks import output_error, represented_weight, stored_error, weight_bytes_of, what_ran
-from hyperion.experiments.inference.quantized_linears import (
+from hyperion.experiments.quantization import layer_checks, quantized_linears
+from hyperion.experiments.quantization.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
+from hyperion.experiments.quantization.layer_checks import (
+    output_error,
+    represented_weight,
+    stored_error,
+    weight_bytes_of,
+    what_ran,
+)
+from hyperion.experiments.quantization.quantized_linears import (
     SCHEMES,
     Fp8,
     Fp8Linear,
@@ -75,6 +81,27 @@ def test_the_kernel_multiplies_the_weights_that_the_bytes_represent(scheme):
     layer = scheme.convert(weight, CPU)
     expected = F.linear(x.double(), represented_weight(layer))
     assert ((layer(x).double() - expected).norm() / expected.norm()).item() < 1e-3
+
+
+def test_the_bound_of_int8_products_contains_the_error_of_their_inputs():
+    """Inputs that are rounded by up to half a step, all in the same direction, and weights without an error."""
+    scheme, K = LlmInt8(), 192
+    # A step of the inputs is 0.03. 3.81 is 127 steps, and 0.0147 is 0.49 steps, which become 0.
+    x = torch.full((1, K), 0.0147)
+    x[0, 0] = 3.81
+    weight, by_hand = torch.full((4, K), 2.0), torch.full((1, 4), 2 * 3.81)
+    # Half a step, with the rounding of the scale and of the values to fp16, for the inputs (sum over K) and for a weight.
+    sum_x = 3.81 + (K - 1) * 0.0147
+    dx, dw = K * 1.001 * 0.015 + sum_x / 2048, 1.001 / 127 + 2 / 2048
+    rounding = 1.5 / 1024 + K / 2**23
+    bound = sum_x * dw + dx * 2 + dx * dw + rounding * (sum_x + dx) * (2 + dw)
+    ratio = (K - 1) * 0.0147 * 2 / bound
+    assert 0.9 < ratio <= 1
+    assert output_error(scheme, weight, x, by_hand)[1] == pytest.approx(ratio, rel=1e-4)
+    if not scheme.why_absent(CPU):
+        # On a CPU, bitsandbytes rounds the inputs only if the layer is not in training mode.
+        layer = scheme.convert(weight, CPU).eval()
+        assert output_error(scheme, weight, x, layer(x))[1] == pytest.approx(ratio, rel=1e-2)
 
 
 def output_ratio(scheme, layer):

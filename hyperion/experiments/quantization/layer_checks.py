@@ -10,10 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.experiments.inference.backends import profiled
-from hyperion.experiments.inference.quantized_linears import LARGEST_INT8, Fp8Linear, Int4Linear, Int8Linear, Scheme, unpack_int4
+from hyperion.experiments.quantization.quantized_linears import (
+    LARGEST_INT8,
+    Fp8Linear,
+    Int4Linear,
+    Int8Linear,
+    Scheme,
+    unpack_int4,
+)
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of
+from hyperion.measure.steps.profiled import profiled
 
 # The relative error of a float32 scale is 2^-24, so a value of 127 steps has an error of 2^-16 half steps.
 _SCALE_ROUNDING = 2.0**-15

@@ -13,17 +13,17 @@ from torch import nn
 
 from hyperion.chapter import Context, experiment_named, load_profile
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import decode_speed, onnx_int8, qlora, quantization, quantized_linears
-from hyperion.experiments.inference.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
-from hyperion.experiments.inference.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
-from hyperion.experiments.inference.exercises import unpack_wrong_nibble
-from hyperion.experiments.inference.layer_checks import output_bound
-from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
-from hyperion.experiments.inference.quality import windows_of_tokens
-from hyperion.experiments.inference.quantized_linears import SCHEMES, Int8Linear, why_no_bitsandbytes
+from hyperion.experiments.quantization import decode_speed, onnx_int8, qlora, quantization, quantized_linears
+from hyperion.experiments.quantization.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
+from hyperion.experiments.quantization.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
+from hyperion.experiments.quantization.exercises import unpack_wrong_nibble
+from hyperion.experiments.quantization.layer_checks import output_bound
+from hyperion.experiments.quantization.quantized_linears import SCHEMES, Int8Linear, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models.llama import build_random_llama
 from hyperion.results import Row, RowError
+from hyperion.workloads.onnx_sessions import Session, why_no_onnx
+from hyperion.workloads.quality import windows_of_tokens
 from tests.chapter.toy import perform, toy_context
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, checked, sample_frame, speedup_row, timed_row
-from hyperion.experiments.inference import onnx_int8
-from hyperion.experiments.inference.layer_checks import output_bound, output_error, stored_error, weight_bytes_of, what_ran
-from hyperion.experiments.inference.onnx_sessions import Session, why_no_onnx
-from hyperion.experiments.inference.quality import change_of_quality, perplexity, windows_of_tokens
-from hyperion.experiments.inference.quantized_linears import SCHEMES, Scheme, replace_linears
+from hyperion.experiments.quantization import onnx_int8
+from hyperion.experiments.quantization.layer_checks import output_bound, output_error, stored_error, weight_bytes_of, what_ran
+from hyperion.experiments.quantization.quantized_linears import SCHEMES, Scheme, block_linears, replace_linears
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, largest_error, matmul_precision, time_interleaved
 from hyperion.models.llama import layer_shapes
 from hyperion.results import Row, proportion_estimate
 from hyperion.workloads.datasets import IMAGES, TEXT
+from hyperion.workloads.onnx_sessions import Session, why_no_onnx
+from hyperion.workloads.quality import change_of_quality, perplexity, windows_of_tokens
 from hyperion.workloads.trained_models import (
     LANGUAGE,
     LANGUAGE_MODELS,
@@ -234,8 +234,8 @@ def _language_in_torch(context: Context, options: QuantizationOptions, trained: 
     material = _Material(context, options, trained, EAGER, context.device, options.dtype)
     original = trained.load(context.device, storage)
     scores, batch = material.score(original), material.batch()
-    linears = [one.weight for name, one in original.named_modules() if isinstance(one, nn.Linear) and ".layers." in name]
-    stored, computed = sum(one.nbytes for one in linears), sum(one.numel() for one in linears) * storage.itemsize
+    weights = [linear.weight for linear in block_linears(original).values()]
+    stored, computed = sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights) * storage.itemsize
     path = _save(original, context.workspace / "original.safetensors")
     rows = [material.quality_row(ORIGINAL, options.dtype, scores, scores)]
     rows += material.byte_rows(ORIGINAL, options.dtype, stored, computed, path)
@@ -353,7 +353,7 @@ def _onnx_error_rows(material: _Material, model: nn.Module, kinds: tuple[str, ..
     The layer is the last linear layer of the last block, or the last 3x3 convolution. It is exported and quantised without the
     rest of the model.
     """
-    linears = [one for name, one in model.named_modules() if isinstance(one, nn.Linear) and ".layers." in name]
+    linears = list(block_linears(model).values())
     convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d) and one.kernel_size == (3, 3)]
     layer = linears[-1] if linears else convolutions[-1]
 

@@ -21,9 +21,8 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import checked
 from hyperion.data.batches import InstructionBatches
-from hyperion.experiments.inference.layer_checks import stored_error, stored_tensors, weight_bytes_of
-from hyperion.experiments.inference.quality import clustered_mean
-from hyperion.experiments.inference.quantized_linears import Nf4, bitsandbytes_library, replace_linears, why_no_bitsandbytes
+from hyperion.experiments.quantization.layer_checks import stored_error, stored_tensors, weight_bytes_of
+from hyperion.experiments.quantization.quantized_linears import Nf4, bitsandbytes_library, replace_linears, why_no_bitsandbytes
 from hyperion.measure import bytes_of, state_of
 from hyperion.measure.clock.verify import largest_error
 from hyperion.models import LlamaLM, LlamaShape
@@ -42,6 +41,7 @@ from hyperion.training import (
 )
 from hyperion.workloads.datasets import TEXT
 from hyperion.workloads.fine_tuning import FineTuningData, base_model, fine_tuning_data, frozen_dtype, with_lora
+from hyperion.workloads.quality import clustered_mean
 from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_model
 
 LORA, QLORA, ADAMW, ADAMW_8BIT = "LoRA", "QLoRA", "AdamW", "8-bit AdamW"

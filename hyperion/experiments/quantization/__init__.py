@@ -1,0 +1,1 @@
+"""Experiments on quantised weights: size, quality, decoding speed, and training with few bits."""
