@@ -120,7 +120,7 @@ def shared_identity(rows: Iterable[Row]) -> str:
 
 def _shared(identities: Sequence[dict]) -> str:
     identity = pd.DataFrame(identities, dtype=object).map(text_of)
-    shared = [column for column in identity if identity[column].nunique() == 1 and identity[column].iloc[0]]
+    shared = [column for column in identity if len(set(identity[column])) == 1 and identity[column].iloc[0] != ""]
     # A caption shows no hashes, because readers cannot use them. They are in rows.csv.
     shown = [column for column in shared if column != "variant" and not column.endswith("sha256")]
     return " · ".join(f"{column} {identity[column].iloc[0]}" for column in shown)
@@ -360,7 +360,8 @@ def prediction_table(predictions: pd.DataFrame) -> tuple[str, pd.DataFrame]:
             }
         )
     identity = pd.DataFrame(identities, dtype=object).map(text_of)
-    differ = [column for column in identity if identity[column].nunique() > 1 or column == "variant" and identity[column].iloc[0]]
+    named = [column for column in identity if identity[column].ne("").to_numpy().any()]
+    differ = [column for column in named if column == "variant" or len(set(identity[column])) > 1]
     values = pd.DataFrame(lines)
     values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
     shared = _shared(identities)
