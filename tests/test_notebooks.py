@@ -25,6 +25,7 @@ NOT_PREDICTED = {"gemm_gap": "its factors are computed from existing rows, so it
 SHOWN_IN_PART = {
     "batch_scaling": "the shown metrics include the guessed count, the largest batch",
     "framework_speed": "the rows of timed steps, which are shown first, include the guessed ratio",
+    "megatron_adaptation": "all rows but those of the replacements, which a table of their own shows, include the guessed count",
 }
 FORKS = {"multiprocessing", "torch.multiprocessing", "concurrent.futures", "subprocess"}
 

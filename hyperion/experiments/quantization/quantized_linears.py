@@ -284,7 +284,8 @@ class LlmInt8(Scheme):
         layer = bnb.nn.Linear8bitLt(k, n, bias=False, has_fp16_weights=False, threshold=self._OUTLIER)
         # bitsandbytes quantises weights when `to` moves them to a device, even if they are on the CPU and stay there.
         layer.weight = bnb.nn.Int8Params(weight_NK.cpu(), requires_grad=False, has_fp16_weights=False)
-        return layer.to(device.torch_device)
+        # In training mode on a CPU, bitsandbytes does not quantise the inputs.
+        return layer.to(device.torch_device).eval()
 
     def weight_bytes(self, n: int, k: int) -> int:
         return n * k + 4 * n
