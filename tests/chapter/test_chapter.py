@@ -289,7 +289,7 @@ def test_a_ceiling_that_an_earlier_version_stored_is_no_prediction_in_a_replay(t
     for module in ("chapter.profiles", "results.store"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path / "reference")
     predictions = Run.predictions
-    monkeypatch.setattr(Run, "predictions", lambda *names: [replace(p, made_at="") for p in predictions(*names)])
+    monkeypatch.setattr(Run, "predictions", lambda *names: [replace(p, made_at="", digest="") for p in predictions(*names)])
     rows = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed")).run("leakage").rows
     assert [row.predicted for row in rows] == [None, 9.0]
 
