@@ -125,6 +125,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 def test_more_epochs_go_on_where_it_ended(tmp_path):
     train(small_engine(), small_batches(), TrainingPlan(epochs=2), folder=tmp_path)
     longer = train(small_engine(seed=1), small_batches(), TrainingPlan(epochs=3), folder=tmp_path)
+    assert [read_state(tmp_path / f"step-{step:08d}/loop")["seed"] for step in (14, 21)] == [0, 0]
     assert longer.losses == train(small_engine(), small_batches(), TrainingPlan(epochs=3)).losses
 
 
@@ -227,6 +228,7 @@ def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whol
     resumed = train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=tmp_path)
     assert resumed.losses == whole[0].losses
     assert [r.evaluation for r in resumed.epochs] == [r.evaluation for r in whole[0].epochs]
+    assert [r.learning_rate for r in resumed.epochs] == [r.learning_rate for r in whole[0].epochs]
 
 
 def test_sigterm_after_the_last_step_is_not_lost(tmp_path):
@@ -285,6 +287,9 @@ def test_callbacks_see_each_epoch():
 def test_evaluation_comes_as_often_as_planned():
     history = train(small_engine(), small_batches(), TrainingPlan(epochs=5, evaluate_every=2), validation=small_validation)
     assert [record.evaluation is not None for record in history.epochs] == [False, True, False, True, True]
+    plan = TrainingPlan(epochs=2, evaluate_every=len(small_batches()))  # epochs, not steps
+    history = train(small_engine(), small_batches(), plan, validation=small_validation)
+    assert [record.evaluation is not None for record in history.epochs] == [False, True]
 
 
 def test_a_loader_that_ends_early_is_an_error():
