@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 from rich.table import Table
 
+from hyperion import terminal
 from hyperion.cli import main
 from hyperion.commands.console import PlainTextConsole
 from hyperion.commands.distributed_command import main as train
 from hyperion.doctor.report import Item
 from hyperion.errors import HyperionError
-from hyperion import terminal
 from hyperion.terminal import progress_bar, run_command, say
 from tests.reproduce.small_book import recording, write_notebook
 
