@@ -13,7 +13,17 @@ from hyperion.checkpoints import CheckpointError, read_state
 from hyperion.data.batches import Prefetched
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
-from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, TrainingPlan, seed_everything, train
+from hyperion.training import (
+    EXIT_CODE,
+    EpochRecord,
+    History,
+    Interrupted,
+    NonFiniteError,
+    TrainingPlan,
+    mean_over_ranks,
+    seed_everything,
+    train,
+)
 from tests.training.small import STEPS, small_batches, small_engine, small_validation
 
 
@@ -270,6 +280,19 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
     assert saved["step"] == 5
     assert all(torch.equal(a, b) for a, b in zip(saved["batch"], seen[4], strict=True))
     assert train(small_engine(seed=1), small_batches(), plan, folder=tmp_path).resumed_at == [4]
+
+
+def test_an_epoch_over_ranks_has_the_items_of_all_and_the_times_of_the_slowest():
+    def part(rank: int, loss: float, items: int, time_s: float, memory_gib: float | None) -> EpochRecord:
+        shared = {"epoch": 1, "step": 4, "steps": 4, "learning_rate": 0.1, "timed_steps": 4, "evaluation": None}
+        measured = {"time_s": time_s, "waited_s": time_s / 4, "items_per_s": items / time_s, "peak_memory_gib": memory_gib}
+        return EpochRecord(**shared, **measured, rank=rank, loss=loss, items=items, peak_memory_metric="peak_rss_gib")
+
+    parts = [part(0, 1.0, 10, 2.0, None), part(1, 4.0, 30, 1.0, 3.0)]
+    whole = History("token").add_epoch(parts, 2.0, 0, None)
+    assert (whole.items, whole.time_s, whole.waited_s, whole.items_per_s) == (40, 2.0, 0.5, 20.0)
+    assert whole.peak_memory_gib is None  # one rank's is unknown
+    assert mean_over_ranks(parts) == 3.25
 
 
 def test_progress_is_reported():
