@@ -22,7 +22,7 @@ from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.results import Row, RowError, Run, StoreError
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
-from hyperion.results.store import predictions_digest
+from hyperion.results.store import predictions_digest, utc_now
 from hyperion.workloads import datasets
 
 HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"
@@ -48,8 +48,10 @@ def test_rows_carry_the_estimate_written_before(run_folder):
 @pytest.mark.slow
 def test_predictions_are_stored_with_time_and_hash_before_the_first_sample(tmp_path, monkeypatch):
     chapter, seen, measure = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")), [], Chapter._measure
+    sampled_at = []
 
     def first_sample(*arguments):
+        sampled_at.append(utc_now())
         seen.extend(Run.open(tmp_path / "run").predictions(NOTEBOOK, "leakage"))
         return measure(*arguments)
 
@@ -58,7 +60,7 @@ def test_predictions_are_stored_with_time_and_hash_before_the_first_sample(tmp_p
     run = Run.open(tmp_path / "run")
     entry = run.finished(NOTEBOOK, "leakage")
     assert seen and seen == run.predictions(NOTEBOOK, "leakage")
-    assert all(p.made_at and p.digest == p.sealed().digest and p.made_at <= entry["started_at"] for p in seen)
+    assert all(p.made_at and p.digest == p.sealed().digest and p.made_at <= entry["started_at"] <= sampled_at[0] for p in seen)
     assert entry["predictions"] == predictions_digest(seen)
     run.verify()
 
@@ -218,6 +220,80 @@ def test_a_row_that_is_malformed_is_an_error_and_nothing_is_stored(tmp_path, mon
     assert Run.open(tmp_path / "run").rows() == []
 
 
+@pytest.mark.parametrize("isolated", [False, True])
+def test_only_an_isolated_experiment_runs_in_a_process_of_its_own(tmp_path, monkeypatch, isolated):
+    places = []
+    experiment = Experiment(lambda context: [], lambda context, report: places.append("here"), isolated=isolated)
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    monkeypatch.setattr("hyperion.chapter.chapter.run_isolated", lambda context, report: places.append("in a process"))
+    open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))._measure("leakage", "inputs", {})
+    assert places == ["in a process" if isolated else "here"]
+
+
+def test_other_inputs_or_other_data_resume_no_checkpoint(tmp_path, monkeypatch):
+    folders = []
+    experiment = Experiment(lambda context: [], lambda context, report: folders.append(context.workspace))
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    for digest, data in (("inputs", "files"), ("other inputs", "files"), ("inputs", "other files"), ("inputs", "files")):
+        chapter._measure("leakage", digest, {"gpt2": data})
+    assert len(set(folders)) == 3 and folders[0] == folders[3]
+
+
+def test_data_that_changed_during_the_run_keep_the_identity_from_before_it(tmp_path, monkeypatch):
+    """Which of the two the run read is unknown. With the identity from before, a later call measures again."""
+    data: dict = {"staged": "old", "fetched": None}
+
+    def run(context, report):
+        data.update(staged="new", fetched="new")
+        return Result([context.row("v", "count", 7.0)], pd.DataFrame({"x": [1]}))
+
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: Experiment(lambda context: [], run))
+    monkeypatch.setattr(Chapter, "_data", lambda self, experiment: dict(data))
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    chapter.run("leakage")
+    assert chapter.results.finished(NOTEBOOK, "leakage")["data"] == {"staged": "old", "fetched": "new"}
+
+
+@pytest.mark.parametrize(("isolated", "times"), [(False, 2), (True, 1)])
+def test_a_failed_check_of_the_notebook_repeats_no_isolated_experiment(tmp_path, monkeypatch, isolated, times):
+    goes = count_with_errors(monkeypatch, [{}], isolated)
+    monkeypatch.setenv("HYPERION_REMEASURE", "1")
+    for _ in range(2):
+        open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")).run("leakage")
+    assert len(goes) == times
+
+
+def test_a_replay_reports_the_rows_that_were_unexpected_on_the_reference_machine(tmp_path, monkeypatch, capsys):
+    count_with_errors(monkeypatch, [{"check_error": 0.5}])
+    open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "reference/machine")).run("leakage")
+    for module in ("chapter.profiles", "results.store"):
+        monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path / "reference")
+    capsys.readouterr()
+    open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed")).run("leakage")
+    assert "UNEXPECTED: leakage, bad: count 8 items failed its check 'as counted'" in capsys.readouterr().out
+
+
+def test_a_ceiling_that_an_earlier_version_stored_is_no_prediction_in_a_replay(tmp_path, monkeypatch):
+    def forecast(context):
+        return [Forecast("v", metric, 9.0, "b", dtype="fp32") for metric in ("gemm_tflops", "count")]
+
+    def run(context, report):
+        check = {"check": "c", "check_error": 0.0, "check_tolerance": 1.0}
+        timed = {"n": 30, "ci_low": 1.0, "ci_high": 1.0, "limit_source": "no limit: made up"} | check
+        rows = [context.row("v", "gemm_tflops", 1.0, dtype="fp32", **timed), context.row("v", "count", 1.0, dtype="fp32")]
+        return Result(rows, pd.DataFrame({"x": [1]}))
+
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: Experiment(forecast, run))
+    open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "reference/machine")).run("leakage")
+    for module in ("chapter.profiles", "results.store"):
+        monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path / "reference")
+    predictions = Run.predictions
+    monkeypatch.setattr(Run, "predictions", lambda *names: [replace(p, made_at="", digest="") for p in predictions(*names)])
+    rows = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed")).run("leakage").rows
+    assert [row.predicted for row in rows] == [None, 9.0]
+
+
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
@@ -312,6 +388,17 @@ def test_each_ingredient_changes_the_hash_of_what_an_experiment_depends_on(tmp_p
     assert chapter._input_hash("leakage") != before
 
 
+def test_a_new_prediction_of_a_row_that_an_experiment_reads_leaves_its_hash_alone(tmp_path, monkeypatch):
+    experiment = Experiment(lambda context: [], lambda context, report: None, reads=("gemm",))
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    record_ceilings(chapter.results, 1.0)
+    before = chapter._input_hash("leakage")
+    (row,) = chapter.results.rows(HARDWARE, "gemm")
+    chapter.results.confirm(HARDWARE, "gemm", [replace(row, predicted=2.0)])
+    assert chapter._input_hash("leakage") == before
+
+
 def test_data_and_rows_that_an_experiment_does_not_read_leave_its_hash_alone(tmp_path, monkeypatch):
     experiment = Experiment(lambda context: [], lambda context, report: None)
     monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
@@ -389,7 +476,8 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     for module in ("chapter.profiles", "results.store"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: reference)
     stale = Run.open(run_folder).predictions(NOTEBOOK, "leakage")[0]
-    Run.open(run_folder).predict([replace(stale, input_hash="another", guess=None, estimate=99.0)])
+    stale = replace(stale, input_hash="another", guess=None, estimate=99.0)
+    Run.open(run_folder).predict([stale, replace(stale, variant="another")])
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
     assert chapter.predict("leakage")["guess"].isna().all()
     table = chapter.predict("leakage", guess=3.5)
@@ -397,7 +485,9 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     chapter.run("leakage")
     chapter.predict("leakage", guess=3.6)
     assert "the new guess 3.6 is ignored" in capsys.readouterr().out
-    assert [p.guess for p in Run.open(tmp_path / "replayed").predictions()] == [3.5]
+    (prediction,) = Run.open(tmp_path / "replayed").predictions()
+    # The same inputs, but a reader who measured them in this folder has another guess.
+    assert prediction.guess == 3.5 and prediction.input_hash.startswith("replay:machine:")
 
 
 @pytest.mark.slow
@@ -462,6 +552,15 @@ def test_a_forecast_of_all_ranks_is_not_held_against_one_of_them(tmp_path, monke
         ("held", 1): 4.0,
         ("held", None): None,
     }
+
+
+def test_the_guess_is_one_of_the_first_prediction_and_an_interval_keeps_its_ends(tmp_path, monkeypatch):
+    forecasts = [Forecast(variant, "count", 2.0, "b", low=1.0, high=3.0) for variant in ("first", "second")]
+    experiment = Experiment(lambda context: forecasts, lambda context, report: None)
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    table = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")).predict("leakage", guess=5.0)
+    assert table["guess"].fillna(-1).tolist() == [5.0, -1.0]
+    assert table[["low", "high"]].to_numpy().tolist() == [[1.0, 3.0]] * 2
 
 
 def record_ceilings(run, tflops):
@@ -584,6 +683,10 @@ def test_every_profile_has_sizes_for_every_experiment_that_any_has():
 def test_run_json_names_no_folder_of_this_machine(run_folder):
     text = json.dumps(Run.open(run_folder).information())
     assert str(run_folder.parent) not in text and "/home/" not in text and "/root" not in text
+
+
+def test_run_json_holds_the_seed(tmp_path):
+    assert open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path), seed=5).results.information()["seed"] == 5
 
 
 @pytest.mark.parametrize("named", ["20260101-120000-first", "results/20260101-120000-first"])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,6 +28,19 @@ def mpi(lines: str, code: int = 0):
     )
 
 
+def doubled_gradients(q, k, v, is_causal):
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return 2 * output - output.detach()
+
+
+def torchvision(flips: bool):
+    def normalize(image, mean, std):
+        return (image - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+    functional = SimpleNamespace(horizontal_flip=lambda image: image.flip(-1) if flips else image, normalize=normalize)
+    return partial(probes.probe_torchvision, lambda: functional)
+
+
 # For each probe: a call that must fail, and the same call without the fault.
 CASES = {
     "training": (
@@ -36,6 +50,12 @@ CASES = {
     "attention": (
         partial(probes.probe_attention, attention=lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v)),
         probes.probe_attention,
+    ),
+    "gradients of attention": (partial(probes.probe_attention, attention=doubled_gradients), probes.probe_attention),
+    "torchvision": (torchvision(flips=False), torchvision(flips=True)),
+    "product without a number": (
+        partial(probes.probe_product, "jax", lambda a, b: a @ b * np.float32("nan")),
+        partial(probes.probe_product, "jax", lambda a, b: a @ b * np.float32(1 + 3e-4)),  # the error of TF32
     ),
     "product": (
         partial(probes.probe_product, "jax", lambda a, b: a @ b + np.float32(0.01)),
@@ -84,11 +104,70 @@ def test_two_ranks_compare_every_value(standing_ranks, monkeypatch):
     assert result.status == "ok", result.evidence
 
 
+def test_gpus_copy_in_both_directions():
+    assert probes.probe_peers(3, lambda tensor, target: tensor).evidence.startswith("6 directions")
+
+
 def test_a_rank_with_wrong_values_is_named(monkeypatch):
     right = {"right": True, "backend": "gloo"}
     monkeypatch.setattr(probes, "run_ranks", lambda job, on_line: [right, right | {"right": False}])
     result = probes.probe_collectives(2, "gloo")
     assert result.status == "fail" and "on rank 1" in result.evidence
+    result = probes.probe_collectives(2, "nccl")  # both ranks used gloo
+    assert result.status == "fail" and "on rank 0, 1" in result.evidence
+
+
+def test_a_product_that_the_trace_lacks_is_missed(monkeypatch):
+    assert probes.probe_profiler().status == "ok"
+    empty = '{"traceEvents": []}'
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path).write_text(empty))
+    result = probes.probe_profiler()
+    assert result.status == "fail" and "3 in the table, 0 in the trace" in result.evidence
+
+
+def one_hot(tokens: torch.Tensor) -> torch.Tensor:
+    return F.one_hot(tokens, 32).float()
+
+
+def model_of(logits):
+    return lambda tokens: SimpleNamespace(logits=logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("logits", "status"),
+    [
+        (lambda tokens: one_hot(tokens).cumsum(1), "ok"),
+        (lambda tokens: one_hot(tokens) + one_hot(tokens).sum(1, keepdim=True), "fail"),  # sees later tokens
+        (lambda tokens: torch.ones(*tokens.shape, 32), "fail"),  # sees no token
+    ],
+)
+def test_a_language_model_must_see_the_last_token_and_no_later_one(monkeypatch, logits, status):
+    monkeypatch.setattr(probes, "_tiny_llama", lambda: model_of(logits))
+    assert probes.probe_transformers().status == status
+
+
+@pytest.mark.parametrize(("adapter", "merged", "status"), [(0.5, 0.5, "ok"), (0.5, 0.4, "fail"), (0.0, 0.0, "fail")])
+def test_an_adapter_must_change_the_logits_and_merging_must_not(monkeypatch, adapter, merged, status):
+    def adapted(base, config):
+        model = model_of(lambda tokens: one_hot(tokens) + adapter)
+        model.merge_and_unload = lambda: model_of(lambda tokens: one_hot(tokens) + merged)
+        return model
+
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(LoraConfig=lambda **_: None, get_peft_model=adapted))
+    monkeypatch.setattr(probes, "_tiny_llama", lambda: model_of(one_hot))
+    assert probes.probe_peft().status == status
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "factor", "status"), [(0.5, 1.09, "ok"), (1, 1.09, "fail"), (0.5, 1.001, "fail"), (0.5, 1.2, "fail")]
+)
+def test_numbers_in_nf4_take_half_a_byte_and_have_its_error(monkeypatch, bytes_each, factor, status):
+    functional = SimpleNamespace(
+        quantize_4bit=lambda x, **_: (torch.zeros(int(bytes_each * x.numel()), dtype=torch.uint8), x),
+        dequantize_4bit=lambda packed, x: factor * x,
+    )
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(functional=functional))
+    assert probes.probe_bitsandbytes().status == status
 
 
 def test_what_is_missing_is_skipped_or_absent_with_its_reason():

@@ -4,17 +4,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from hyperion.errors import HyperionError
 from hyperion.models import Layout, TransformerLM, resnet18
 from hyperion.parallel import (
     ParallelPlan,
     assert_ranks_agree,
+    average_statistics,
     fsdp_units,
     full_parameter_bytes,
     local_parameter_bytes,
     parallelize,
 )
+from hyperion.parallel.collectives import assert_same_shapes
 from hyperion.processes import world
 from hyperion.training import (
     LanguageEngine,
@@ -51,6 +55,9 @@ def everything() -> dict:
         "communication": communication(),
         "own group": own_group(),
         "agreement": agreement(),
+        "buffers": buffers(),
+        "averages": averages(),
+        "accumulation": {name: accumulation(PLANS[name]) for name in ("ddp", "fsdp")},
         "refusals": refusals(),
     }
 
@@ -199,7 +206,40 @@ def agreement() -> dict[str, str]:
     found["values"] = _error(lambda: assert_ranks_agree(model))
     other = torch.nn.Linear(3, 4 + world().rank)
     found["shapes"] = _error(lambda: assert_ranks_agree(other))
+    other = torch.nn.Linear(3, 4, dtype=torch.bfloat16 if world().rank else torch.float32)
+    found["dtypes"] = _error(lambda: assert_same_shapes(other))  # only this check: a broadcast of both would hang
     return found
+
+
+def buffers() -> list[float]:
+    """A buffer that differed by rank before the model was sharded. DDP would copy it itself."""
+    model = TransformerLM(small.CONFIG)
+    model.register_buffer("own", torch.full((3,), 7.0 + world().rank))
+    return parallelize(model, PLANS["fsdp"], world()).own.tolist()
+
+
+def averages() -> list[list[float]]:
+    """Running mean and variance of a BatchNorm after the averaging; before it they are 1 and 2, and 3 and 6."""
+    norm = torch.nn.BatchNorm1d(2)
+    norm.running_mean.fill_(1.0 + 2 * world().rank)
+    norm.running_var.fill_(2.0 + 4 * world().rank)
+    model = DistributedDataParallel(torch.nn.Sequential(norm), broadcast_buffers=False)
+    average_statistics(model)
+    return [norm.running_mean.tolist(), norm.running_var.tolist()]
+
+
+def accumulation(plan) -> list[int]:
+    """Collectives that reduce gradients in a step of one part, and in a step of four."""
+    counts = []
+    for parts in (1, 4):
+        engine, batches = small.language_engine(plan), small.language_batches(plan)
+        engine.micro_batches = parts
+        engine.train_step(batches.next_batch())
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            engine.train_step(batches.next_batch())
+        reduced = ("gloo:all_reduce", "c10d::allreduce_") if plan.strategy == "ddp" else ("c10d::_reduce_scatter_base_",)
+        counts.append(sum(event.count for event in profiler.key_averages() if event.key in reduced))
+    return counts
 
 
 def refusals() -> dict[str, str]:

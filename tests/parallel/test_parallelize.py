@@ -406,3 +406,22 @@ def test_a_value_changed_on_one_rank_is_named_on_all(answers):
 def test_models_of_other_shapes_are_told_apart_before_anything_hangs(answers):
     expected = "parameter names, shapes or dtypes of rank 1 differ from those of rank 0"
     assert all(expected in answer["agreement"]["shapes"] for answer in answers)
+    assert all(expected in answer["agreement"]["dtypes"] for answer in answers)
+
+
+@pytest.mark.process
+def test_every_rank_gets_the_buffers_of_rank_0(answers):
+    assert [answer["buffers"] for answer in answers] == [[7.0] * 3] * 2
+
+
+@pytest.mark.process
+def test_running_statistics_are_averaged_over_the_ranks(answers):
+    assert [answer["averages"] for answer in answers] == [[[2.0, 2.0], [4.0, 4.0]]] * 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_batch_in_four_parts_exchanges_gradients_as_often_as_a_whole_one(answers, plan):
+    for answer in answers:
+        whole, parts = answer["accumulation"][plan]
+        assert parts == whole > 0

@@ -50,6 +50,13 @@ def test_one_step_is_clipped_adamw_at_the_scheduled_rate():
         torch.testing.assert_close(p, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_step_trains_a_model_that_was_left_in_evaluation():
+    engine = small_engine()
+    engine.model.eval()
+    engine.train_step(small_batches().next_batch())
+    assert all(module.training for module in engine.model.modules())
+
+
 def test_an_image_engine_learns_and_evaluates():
     engine, batches = image_engine(), image_batches()
     losses = [float(engine.train_step(batches.next_batch()).loss) for _ in range(12)]

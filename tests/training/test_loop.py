@@ -13,7 +13,17 @@ from hyperion.checkpoints import CheckpointError, read_state
 from hyperion.data.batches import Prefetched
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
-from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, TrainingPlan, seed_everything, train
+from hyperion.training import (
+    EXIT_CODE,
+    EpochRecord,
+    History,
+    Interrupted,
+    NonFiniteError,
+    TrainingPlan,
+    mean_over_ranks,
+    seed_everything,
+    train,
+)
 from tests.training.small import STEPS, small_batches, small_engine, small_validation
 
 
@@ -125,6 +135,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 def test_more_epochs_go_on_where_it_ended(tmp_path):
     train(small_engine(), small_batches(), TrainingPlan(epochs=2), folder=tmp_path)
     longer = train(small_engine(seed=1), small_batches(), TrainingPlan(epochs=3), folder=tmp_path)
+    assert [read_state(tmp_path / f"step-{step:08d}/loop")["seed"] for step in (14, 21)] == [0, 0]
     assert longer.losses == train(small_engine(), small_batches(), TrainingPlan(epochs=3)).losses
 
 
@@ -227,6 +238,7 @@ def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whol
     resumed = train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=tmp_path)
     assert resumed.losses == whole[0].losses
     assert [r.evaluation for r in resumed.epochs] == [r.evaluation for r in whole[0].epochs]
+    assert [r.learning_rate for r in resumed.epochs] == [r.learning_rate for r in whole[0].epochs]
 
 
 def test_sigterm_after_the_last_step_is_not_lost(tmp_path):
@@ -270,6 +282,19 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
     assert train(small_engine(seed=1), small_batches(), plan, folder=tmp_path).resumed_at == [4]
 
 
+def test_an_epoch_over_ranks_has_the_items_of_all_and_the_times_of_the_slowest():
+    def part(rank: int, loss: float, items: int, time_s: float, memory_gib: float | None) -> EpochRecord:
+        shared = {"epoch": 1, "step": 4, "steps": 4, "learning_rate": 0.1, "timed_steps": 4, "evaluation": None}
+        measured = {"time_s": time_s, "waited_s": time_s / 4, "items_per_s": items / time_s, "peak_memory_gib": memory_gib}
+        return EpochRecord(**shared, **measured, rank=rank, loss=loss, items=items, peak_memory_metric="peak_rss_gib")
+
+    parts = [part(0, 1.0, 10, 2.0, None), part(1, 4.0, 30, 1.0, 3.0)]
+    whole = History("token").add_epoch(parts, 2.0, 0, None)
+    assert (whole.items, whole.time_s, whole.waited_s, whole.items_per_s) == (40, 2.0, 0.5, 20.0)
+    assert whole.peak_memory_gib is None  # one rank's is unknown
+    assert mean_over_ranks(parts) == 3.25
+
+
 def test_progress_is_reported():
     seen = []
     train(small_engine(), small_batches(), TrainingPlan(steps=3), report=lambda *progress: seen.append(progress))
@@ -285,6 +310,9 @@ def test_callbacks_see_each_epoch():
 def test_evaluation_comes_as_often_as_planned():
     history = train(small_engine(), small_batches(), TrainingPlan(epochs=5, evaluate_every=2), validation=small_validation)
     assert [record.evaluation is not None for record in history.epochs] == [False, True, False, True, True]
+    plan = TrainingPlan(epochs=2, evaluate_every=len(small_batches()))  # epochs, not steps
+    history = train(small_engine(), small_batches(), plan, validation=small_validation)
+    assert [record.evaluation is not None for record in history.epochs] == [False, True]
 
 
 def test_a_loader_that_ends_early_is_an_error():

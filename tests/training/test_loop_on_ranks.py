@@ -107,3 +107,4 @@ def test_one_process_goes_on_from_two_ranks(launch, place, losses, strategy, cap
     assert "was saved on 2 rank(s) and is resumed on 1" in capsys.readouterr().err
     assert [(record.steps, record.items) for record in history.epochs] == [(7, 560), (7, 560)]
     assert [(r.rank, r.steps) for r in history.rank_epochs] == [(0, 7), (1, 7), (0, 5)]  # two steps were others'
+    assert history.epochs[1].loss == pytest.approx(sum(losses[7:14]) / 7, abs=1e-5)
