@@ -135,7 +135,23 @@ def bf16() -> dict:
     plan = ParallelPlan("fsdp", param_dtype="bf16")
     engine, batches = small.language_engine(plan), small.language_batches(plan)
     curve = _curve(engine, (batches.next_batch() for _ in range(5)))
-    return {"curve": curve, "shards": sorted({str(p.dtype) for p in engine.model.parameters()})}
+    # The gradient of each weight is 256 on rank 0 and 1 on rank 1. bf16 represents both, but not their sum.
+    layer = parallelize(_OneLayer(), plan, world())
+    layer(torch.full((1, 4), 1.0 if world().rank else 256.0)).sum().backward()
+    gradients = {value for p in layer.parameters() for value in p.grad.full_tensor().flatten().tolist()}
+    return {"curve": curve, "shards": sorted({str(p.dtype) for p in engine.model.parameters()}), "gradients": sorted(gradients)}
+
+
+class _OneLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2, bias=False)
+
+    def layout(self) -> Layout:
+        return Layout(stem=(), blocks=("layer",), head=())
+
+    def forward(self, x):
+        return self.layer(x)
 
 
 def lora(plan, dtype: torch.dtype = torch.float32) -> dict:

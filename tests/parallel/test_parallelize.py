@@ -131,6 +131,11 @@ def test_fsdp_in_bf16_keeps_float32_shards(answers):
 
 
 @pytest.mark.process
+def test_fsdp_in_bf16_adds_gradients_in_float32(answers):
+    assert [answer["bf16"]["gradients"] for answer in answers] == [[128.5]] * 2  # bf16 would give 128 or 129
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_lora_on_ranks_is_lora_on_one_device(answers, plan):
     found, alone = answers[0]["lora"][plan], answers[0]["lora"]["alone"]
