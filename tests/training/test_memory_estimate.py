@@ -167,11 +167,26 @@ def laid_out(plan, device):
     return work.engine("bf16", device, 0, lay_out), random_batch(work, device, 0)
 
 
+def product_workspace(model, tokens, dtype) -> int:
+    """Bytes that the largest weight gradient needs beyond its result: a CPU with AMX copies both operands to another layout."""
+
+    def workspace(layer):
+        gradient, x = (torch.ones(tokens, features, dtype=dtype) for features in (layer.out_features, layer.in_features))
+        results = []
+        peak = allocated_peak(CPU, lambda: results.append(gradient.mT @ x))
+        return peak - bytes_of(results)
+
+    return max(workspace(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+
+
 @pytest.mark.slow
 def test_policies_are_foretold_as_they_run():
     peaks = []
     for policy in ("none", "selective", "every block"):
         made = functools.partial(laid_out, ParallelPlan(checkpointing=policy))
         peaks.append(estimate_memory(made, CPU).peak_bytes)
-        assert peaks[-1] == pytest.approx(measured(*made(CPU)), rel=NEARLY)
+        engine, batch = made(CPU)
+        lacking = measured(engine, batch) - peaks[-1]
+        workspace = product_workspace(engine.model, batch[0].numel(), torch.bfloat16)
+        assert -NEARLY * peaks[-1] <= lacking <= max(NEARLY * peaks[-1], workspace)
     assert peaks[0] > peaks[1] > peaks[2]
