@@ -7,7 +7,9 @@ may then differ too, so the comparison ends at the first such position. The expe
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 import torch
@@ -23,9 +25,8 @@ from hyperion.results import Row
 COMPARED = "tokens equal to generate"
 OVERLAPPED = "short answers that ended before a longer answer that began before them"
 SHARE = "share of tokens before the first undecided one"
-_LONGER = 4  # number of tokens of the long answer, relative to `output_tokens`
+_LONGER = (4, 8, 16, 32)  # number of tokens of the long answer in each attempt, relative to `output_tokens`
 _HEAD_START_S = 0.02
-_ATTEMPTS = 3
 
 
 class ServerAnswersOptions(Options):
@@ -178,7 +179,9 @@ def _compare(
     reason = why_invalid(replies, len(prompts)) or why_not_batched(server, backend)
     if reason:
         return [context.absent_row(backend.name, "count", reason, dtype=dtype, params=params)]
-    overlap = overlap_row(context, server, backend.name, prompts, _LONGER * options.output_tokens, dtype)
+    most_tokens = options.server.max_tokens - options.prompt_tokens
+    lengths = [min(longer * options.output_tokens, most_tokens) for longer in _LONGER]
+    overlap = overlap_row(context, server, backend.name, prompts, lengths, dtype)
     by_prompt = dict(zip((reply.prompt for reply in replies), replies, strict=True))
     pairs = [(by_prompt[prompt].pieces, reference) for prompt, reference in zip(prompts, references, strict=True)]
     differing = sum(differing_pieces(*pair) for pair in pairs)
@@ -201,23 +204,24 @@ def why_not_batched(server: Server, backend: Backend) -> str:
     return f"refused: the log of {backend.name} does not contain {backend.log_mark!r}, so it does not batch continuously"
 
 
-def overlap_row(context: Context, server: Server, name: str, prompts: list[str], tokens: int, dtype: str) -> Row:
+def overlap_row(context: Context, server: Server, name: str, prompts: list[str], lengths: Sequence[int], dtype: str) -> Row:
     """Check that a server works on several answers at the same time. Return the row with the number of overlapping answers.
 
     A long answer is requested, and shortly afterwards several short ones. A server that answers one request after another would
-    end the long answer first. The order does not depend on the speed of the machine. If the long answer ends early or another
-    process takes the cores, another prompt is tried.
+    end the long answer first, however fast the machine is. A server that works on all of them can also end the long answer first:
+    it is so fast that the long answer is almost complete when the short requests arrive, or the model ends the answer early, or
+    another process takes the cores. So a longer answer to another prompt is tried next.
 
     Args:
         context: context of the experiment.
         server: the server.
         name: name of the backend.
         prompts: prompt of the long answer, and prompts of the short ones.
-        tokens: number of tokens in the long answer. The short ones have one token.
+        lengths: number of tokens in the long answer of each attempt. The short answers have one token.
         dtype: number format.
     """
 
-    async def overlapping() -> int:
+    async def overlapping(prompts: list[str], tokens: int) -> int:
         async with server.endpoint.session() as session:
             long = asyncio.create_task(complete(session, server.endpoint, prompts[0], tokens))
             await asyncio.sleep(_HEAD_START_S)
@@ -226,13 +230,13 @@ def overlap_row(context: Context, server: Server, name: str, prompts: list[str],
             return 0 if long.result().error else sum(not reply.error and reply.end_s < last_s for reply in short)
 
     most = 0
-    for _ in range(_ATTEMPTS):
-        most = max(most, in_event_loop(overlapping))
+    for tokens in lengths:
+        most = max(most, in_event_loop(partial(overlapping, prompts, tokens)))
         if most == len(prompts) - 1:
             break
         prompts = [*prompts[1:], prompts[0]]
     check = checked("short answers that waited for the longer one", len(prompts) - 1 - most, 0)
-    return context.row(name, "count", most, dtype=dtype, params={"what": OVERLAPPED, "tokens": tokens}, **check)
+    return context.row(name, "count", most, dtype=dtype, params={"what": OVERLAPPED, "tokens_at_least": lengths[0]}, **check)
 
 
 def _params(options: ServerAnswersOptions, what: str) -> dict:

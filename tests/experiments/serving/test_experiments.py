@@ -408,8 +408,16 @@ def test_memory_that_libraries_keep_does_not_count_as_cache(tmp_path, monkeypatc
 def test_a_server_that_answers_one_request_after_another_is_refused(serial, tmp_path):
     context = toy_context("server_answers", {}, tmp_path)
     with served_in_this_process(gap_s=0.01, serial=serial) as server:
-        row = server_answers.overlap_row(context, server, "toy", [f"p{i}" for i in range(5)], 20, "fp32")
+        row = server_answers.overlap_row(context, server, "toy", [f"p{i}" for i in range(5)], [20, 40], "fp32")
     assert row.value == (0 if serial else 4) and row.without_failed_value().is_unexpected is serial
+
+
+def test_a_server_that_ends_the_long_answer_before_the_short_requests_arrive_is_asked_for_a_longer_one(tmp_path):
+    context = toy_context("server_answers", {}, tmp_path)
+    with served_in_this_process(gap_s=0.002) as server:  # two tokens take less time than the head start
+        too_short = server_answers.overlap_row(context, server, "toy", ["a", "b", "c"], [2], "fp32")
+        row = server_answers.overlap_row(context, server, "toy", ["a", "b", "c"], [2, 300], "fp32")
+    assert too_short.value == 0 and row.value == 2 and row.check_error == 0
 
 
 @pytest.mark.slow
@@ -422,7 +430,8 @@ def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
         "model": "random_llama_d64_l2",
         "dtypes": ["fp32"],
         "backends": ["transformers serve"],
-        "server": SIZES | {"start_timeout_s": 120.0},
+        # The cache holds the longest answer that `server_answers` may request, 256 tokens, and the short ones.
+        "server": SIZES | {"blocks": 32, "start_timeout_s": 120.0},
         "prompts": 3,
         "prompt_tokens": 6,
         "output_tokens": 8,
