@@ -31,6 +31,8 @@ class GemmOptions(Options):
         cross_check_dtype: number format in which this library's timing is compared with a plain timing loop.
         cross_check_calls: number of calls in each timing of the plain loop.
         samples: minimum number of samples of each matrix product. More are taken while the timing budget lasts.
+        span_s: minimum duration of the sampling of each matrix product and cache state, in seconds. It is long enough for the
+            power control of a GPU to settle, so that a repeated measurement gives the same rate.
     """
 
     dtypes: tuple[str, ...]
@@ -39,6 +41,7 @@ class GemmOptions(Options):
     cross_check_dtype: str
     cross_check_calls: int
     samples: int = MINIMUM_SAMPLES
+    span_s: float = 0.0
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -88,7 +91,7 @@ def _measure_cell(context: Context, options: GemmOptions, dtype: str, size: int)
     if not supported:
         return [_absent(context, dtype, size, f"unsupported: {how}")], []
     rows, frames = [], []
-    sampling = {"minimum_samples": options.samples, "time_limit_s": options.time_limit_s}
+    sampling: dict = {"minimum_samples": options.samples, "minimum_span_s": options.span_s, "time_limit_s": options.time_limit_s}
     try:
         product = Gemm(size, size, size, dtype, context.device, seed=context.seed)
         for cache in ("cold", "hot"):

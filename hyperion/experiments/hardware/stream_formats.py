@@ -5,8 +5,6 @@ every format, on arrays with the same number of bytes. The copy is also compared
 power of the device can be read, the experiment also measures the energy per gigabyte moved.
 """
 
-import math
-
 import pandas as pd
 import torch
 
@@ -117,7 +115,7 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
         context.device,
         seed=context.seed,
         time_limit_s=energy_s,
-        minimum_samples=max(measured.timing.estimate.n, math.ceil(energy_s / measured.timing.estimate.value)),
+        minimum_span_s=energy_s,
     )
     energy = energy_of(longer.timing)
     joules = energy.j_per_gb(longer.bytes)

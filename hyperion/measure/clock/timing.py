@@ -31,6 +31,8 @@ MINIMUM_SAMPLES = 30
 # With fewer samples, the variation of the times is unknown.
 LEAST_SAMPLES = 3
 RELATIVE_INTERVAL = 0.01
+# A series with a minimum span keeps at least this many of its samples and at most twice as many, at equal distances.
+_KEPT_SAMPLES = 300
 _WARM_WINDOW_S = 0.03
 _WARM_TOLERANCE = 0.02
 _BATCH_S = 0.1
@@ -140,6 +142,7 @@ def time_function(
     *,
     cold: bool = True,
     minimum_samples: int = MINIMUM_SAMPLES,
+    minimum_span_s: float = 0.0,
     time_limit_s: float = 5.0,
     back_to_back: int = 0,
     budget_s: float | None = None,
@@ -151,6 +154,7 @@ def time_function(
         device,
         cold=cold,
         minimum_samples=minimum_samples,
+        minimum_span_s=minimum_span_s,
         time_limit_s=time_limit_s,
         back_to_back=back_to_back,
         budget_s=budget_s,
@@ -164,6 +168,7 @@ def time_interleaved(
     *,
     cold: bool = True,
     minimum_samples: int = MINIMUM_SAMPLES,
+    minimum_span_s: float = 0.0,
     time_limit_s: float = 5.0,
     back_to_back: int = 0,
     budget_s: float | None = None,
@@ -179,6 +184,9 @@ def time_interleaved(
         device: the device that does the work.
         cold: if True, flush the last-level cache before each sample.
         minimum_samples: minimum number of samples of each function, at least 3.
+        minimum_span_s: sampling lasts at least this many seconds. Without a minimum span, 30 samples of a fast function take a
+            few milliseconds. On a GPU at its power limit, whose clock frequency changes, they would show the frequency of one
+            moment. If a series with a minimum span has 600 samples or more, only 300 to 600 of them are kept.
         time_limit_s: time limit for sampling in seconds. The warm-up of each function takes at most half as long.
         back_to_back: if 0, each sample is the time of one call on the device's clock, without launch overhead. If above 0, each
             sample is the mean time of this many calls in a row, measured on the host's clock between two synchronisations. This
@@ -196,6 +204,13 @@ def time_interleaved(
         HarnessError: calls in a row take much longer than the clock reports, or cold samples were taken without a cache flush.
     """
     require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s, budget_s=budget_s)
+    longest_s = time_limit_s if budget_s is None else budget_s
+    if not 0 <= minimum_span_s <= longest_s:
+        raise HyperionError(
+            f"minimum_span_s is {minimum_span_s!r}, which is not between 0 and the time limit, {longest_s} s",
+            where="minimum_span_s=",
+            next_step="pass a smaller number of seconds, or a longer time limit",
+        )
     if not functions:
         raise HyperionError("no function to time", where="time_interleaved", next_step="pass at least one function")
     if back_to_back and cold:
@@ -235,7 +250,7 @@ def time_interleaved(
             # This time includes flushes and launches, so it shows how many rounds fit into the remaining time.
             per_round = max((clock.now() - batch_started) / batch, 1e-9)
             taken = len(samples[0])
-            enough = taken >= minimum_samples
+            enough = taken >= minimum_samples and clock.now() - started >= minimum_span_s
             if enough and all(_relative_half_width(series) <= RELATIVE_INTERVAL for series in samples):
                 stopped = "interval"
             elif budget_s is None:
@@ -252,8 +267,9 @@ def time_interleaved(
         # before the sampling was too weak. Repeat the check with the median of the samples.
         if _COVER_FACTOR * float(np.median(series)) < windows[-1]:
             require_whole(function, float(np.median(series)))
+    apart = max(1, len(samples[0]) // max(_KEPT_SAMPLES, minimum_samples)) if minimum_span_s else 1
     return [
-        Timing(np.array(series), tuple(windows), warm, cold, stopped, telemetry)
+        Timing(np.array(series[::apart]), tuple(windows), warm, cold, stopped, telemetry)
         for series, (windows, warm) in zip(samples, warmups, strict=True)
     ]
 

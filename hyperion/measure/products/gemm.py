@@ -188,13 +188,13 @@ class Gemm:
         return self._verified()
 
     def measure(
-        self, *, cold: bool = True, minimum_samples: int = MINIMUM_SAMPLES, time_limit_s: float = 5.0
+        self, *, cold: bool = True, minimum_samples: int = MINIMUM_SAMPLES, minimum_span_s: float = 0.0, time_limit_s: float = 5.0
     ) -> tuple[Timing, Verification]:
         """Time the product, then verify the output of the timed calls.
 
         Args:
             cold: if True, flush the caches before each sample.
-            minimum_samples, time_limit_s: see `time_function`.
+            minimum_samples, minimum_span_s, time_limit_s: see `time_interleaved`.
 
         Raises:
             RefusedProduct: the library does not support this product.
@@ -203,7 +203,14 @@ class Gemm:
         with matmul_precision(self.format):
             self.first_call()
             poison(self.c_MN)
-            timing = time_function(self, self.device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s)
+            timing = time_function(
+                self,
+                self.device,
+                cold=cold,
+                minimum_samples=minimum_samples,
+                minimum_span_s=minimum_span_s,
+                time_limit_s=time_limit_s,
+            )
         return timing, self._verified()
 
     def first_call(self) -> None:

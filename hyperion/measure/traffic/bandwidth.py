@@ -18,7 +18,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, time_function
+from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import FORMATS, Verification, poison_bits, verify_bits, verify_elementwise, verify_sum
 from hyperion.results import Estimate
 
@@ -97,7 +97,7 @@ def measure_bandwidth(
     *,
     seed: int = 0,
     time_limit_s: float = 2.0,
-    minimum_samples: int = MINIMUM_SAMPLES,
+    minimum_span_s: float = 0.0,
 ) -> BandwidthMeasurement:
     """Time one STREAM operation with flushed caches, and verify the output of the timed calls.
 
@@ -109,7 +109,7 @@ def measure_bandwidth(
         dtype: "fp64", "fp32", "fp16" or "bf16".
         seed: seed of the inputs.
         time_limit_s: see `time_function`.
-        minimum_samples: minimum number of samples, at least 3. With more samples, the power can be read over a longer time.
+        minimum_span_s: see `time_interleaved`. With a longer span, the power can be read more often.
     """
     chosen, number_format = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype]
     generator = torch.Generator(device.torch_device).manual_seed(seed)
@@ -119,9 +119,7 @@ def measure_bandwidth(
         inputs[0].mul_(_DOT_SCALE)
     # An element that no call writes stays NaN and fails the check.
     output = torch.full((elements,) if chosen.reference else (), float("nan"), **options)
-    timing = time_function(
-        lambda: chosen.run(output, *inputs), device, time_limit_s=time_limit_s, minimum_samples=minimum_samples
-    )
+    timing = time_function(lambda: chosen.run(output, *inputs), device, time_limit_s=time_limit_s, minimum_span_s=minimum_span_s)
     if chosen.reference is None:
         verification = verify_sum(output, inputs, number_format)
     else:

@@ -82,8 +82,8 @@ def test_joules_are_power_times_time_over_bytes(context, monkeypatch, tmp_path):
     longer = {}
 
     def measured_with_power(operation, *args, **options):
-        assert options["minimum_samples"] >= 30
-        measured = measure_bandwidth(operation, *args, **options | {"minimum_samples": 30})
+        assert options["minimum_span_s"] == SIZES["energy_s"]
+        measured = measure_bandwidth(operation, *args, **options)
         longer[operation] = replace(measured, timing=replace(measured.timing, telemetry=state))
         return longer[operation]
 

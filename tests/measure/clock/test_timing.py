@@ -1,6 +1,7 @@
 """Timing: warm-up, samples and intervals; the plain loop beside the clock; energy from injected readings."""
 
 import itertools
+import math
 import time
 from dataclasses import replace
 
@@ -87,6 +88,25 @@ def test_sampling_ends_when_the_intervals_of_all_functions_are_narrow(cpu):
     restless = itertools.cycle([0.001, 0.002]).__next__
     assert stopped(lambda: 0.001, lambda: 0.002) == {"interval"}
     assert stopped(lambda: 0.001, restless) == stopped(restless, lambda: 0.001) == {"time limit"}
+
+
+def test_a_series_with_a_minimum_span_shows_a_later_change_and_keeps_some_hundred_samples(cpu):
+    def timing_of(**options):
+        calls = itertools.count()
+        # The time of a call doubles after 200 calls, as when a GPU lowers its clock. Warm-up makes 91 calls.
+        return time_function(lambda: 0.001 if next(calls) < 200 else 0.002, cpu, cold=False, clock=ScriptedClock(), **options)
+
+    short, long = timing_of(), timing_of(minimum_span_s=3.0)
+    assert short.estimate.value == 0.001 and long.estimate.value == 0.002
+    assert len(short.samples_s) < 110 and 300 <= len(long.samples_s) < 600 and 0.001 in long.samples_s
+    assert len(timing_of(minimum_span_s=0.05).samples_s) in range(50, 110), "a short series is kept whole"
+    assert len(timing_of(minimum_span_s=3.0, minimum_samples=1000).samples_s) >= 1000
+
+
+@pytest.mark.parametrize("span_s", [-0.1, 5.1, math.nan])
+def test_a_minimum_span_must_fit_into_the_time_limit(cpu, span_s):
+    with pytest.raises(HyperionError, match=r"minimum_span_s is .* not between 0 and the time limit, 5\.0 s"):
+        time_function(lambda: None, cpu, minimum_span_s=span_s)
 
 
 def test_each_function_of_a_round_needs_its_own_flush(cpu):
