@@ -35,7 +35,8 @@ def env(
 
     The exit code is 2 if this torch is too old or is not built for the GPU of this machine. The message names the cause.
 
-    With --lint: the exit code is 1 if a variable is set that nothing reads, that does harm, or that contradicts another one.
+    With --lint: the exit code is 1 if a variable is set that nothing reads, that does harm, or that contradicts another one. It
+    is 2 if a file cannot be read; the other files are checked nevertheless.
     Shell scripts, Dockerfiles and Python files are read. Several files are also compared with each other.
     """
     if files and not lint:
@@ -80,13 +81,18 @@ def _links(facts: "MachineFacts") -> dict:
 def _print_lint(files: list[Path]) -> int:
     """Print the linter's findings about the files or, without files, about the environment of this process.
 
-    Each file is checked alone, and then all files together for contradictions between them. Return 1 if there is a finding
-    other than 'unknown here', else 0.
+    Each file is checked alone, and then all files together for contradictions between them. Return 2 if a file cannot be read,
+    1 if there is a finding other than 'unknown here', else 0.
     """
     from hyperion.install.assignments import read_assignments
     from hyperion.install.variables import lint
 
-    sources = {str(file): read_assignments(file) for file in files} or {"environment": sorted(os.environ.items())}
+    sources, unread = ({}, []) if files else ({"environment": sorted(os.environ.items())}, [])
+    for file in files:
+        try:
+            sources[str(file)] = read_assignments(file)
+        except HyperionError as error:
+            unread.append(error)
     site_packages = Path(sysconfig.get_paths()["purelib"])
     found = [(place, finding) for place, assignments in sources.items() for finding in lint(assignments, site_packages)]
     known = {finding for _, finding in found}
@@ -98,7 +104,9 @@ def _print_lint(files: list[Path]) -> int:
         say(f"  next:  {finding.instead}")
     count = sum(finding.kind != "unknown here" for _, finding in found)
     say(f"findings: {count}, in {sum(map(len, sources.values()))} settings")
-    return int(count > 0)
+    for error in unread:
+        say(f"not checked: {error}")
+    return 2 if unread else int(count > 0)
 
 
 def _print_variables() -> None:

@@ -255,6 +255,8 @@ def extract(
 ) -> None:
     """Make a result file from the log of a run that was started by hand. A log in an unknown format is an error.
 
+    An existing result with the same name and other content is not replaced.
+
     The log does not contain the values of the options. A data set or a precision that is not given is "unknown" in the result.
     """
     from hyperion.frameworks.config import load_config

@@ -244,21 +244,21 @@ def derive(step_times: tuple[float, ...], skipped: int, training: TrainingConfig
     )
 
 
-def write_result(result: Result, folder: Path, migrated: Path | None = None) -> Path:
+def write_result(result: Result, folder: Path, replaces: Path | None = None) -> Path:
     """Validate a result and write it atomically under its documented name. Return the file.
 
     Args:
         result: the result.
         folder: the folder, which is created if it does not exist.
-        migrated: the older file, if the result was migrated from one. Then only this file may be replaced.
+        replaces: the only existing file that may be replaced. None means that no file may be replaced.
 
     Raises:
-        ResultError: the result does not follow the form, or a file that must not be replaced has other content.
+        ResultError: the result does not follow the form, or a file with its name has other content and must not be replaced.
     """
     document, file = asdict(result), folder / result.file_name
     parse_result(json.loads(json.dumps(document)), result.file_name)
     content = (json.dumps(document, indent=1) + "\n").encode()
-    if migrated and file.exists() and not file.samefile(migrated) and file.read_bytes() != content:
+    if file.exists() and file.read_bytes() != content and not (replaces and file.samefile(replaces)):
         next_step = "move this file away, or choose another folder with --output-dir"
         raise ResultError("the file exists with other content", where=file, next_step=next_step)
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,15 @@ def test_the_linter_reads_all_files_and_compares_them(tmp_path):
     assert env("--lint", str(one), str(other)).output.count("contradiction") == 1
 
 
+def test_a_file_that_cannot_be_read_does_not_hide_the_findings_in_the_others(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("export RCCL_P2P_ENABLE=1\n")
+    done = env("--lint", str(tmp_path / "absent.sh"), str(script))
+    assert done.exit_code == 2 and "nothing reads RCCL_P2P_ENABLE=1" in done.output and "absent.sh" in done.output
+    done = env("--lint", str(tmp_path / "absent.sh"))
+    assert done.exit_code == 2 and "findings: 0, in 0 settings" in done.output and "not checked: " in done.output
+
+
 def test_a_name_whose_library_is_not_installed_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
     script = tmp_path / "run.sh"

@@ -138,6 +138,11 @@ def test_extract_validate_and_migrate(tmp_path):
     done = command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path))
     file = tmp_path / "train_amd_prim_llama_mock.json"
     assert done.exit_code == 0 and file.is_file()
+    assert command("extract", str(LOGS / "primus.log"), *options, "--output-dir", str(tmp_path)).exit_code == 0
+    written = file.read_bytes()
+    done = command("extract", str(LOGS / "primus.log"), *options, "--strategy", "other", "--output-dir", str(tmp_path))
+    assert done.exit_code and "exists with other content" in str(done.exception)
+    assert file.read_bytes() == written
     assert command("validate", str(file)).exit_code == 0
     content = json.loads(file.read_text())
     content["loss_values"].pop()
@@ -201,9 +206,9 @@ def test_a_capability_ran_only_if_a_result_shows_it(tmp_path, monkeypatch):
 
     assert cells_of("fsdp") | {"data parallel": "yes", "sharded state": "yes", "tensor parallel": "-"} == cells_of("fsdp")
     one_rank: dict = {"num_gpus": 1, "gradient_accumulation_steps": 64, "parallel_strategy": "hyperion fsdp2"}
-    write_result(result(framework="fsdp", **one_rank), tmp_path)
+    file = write_result(result(framework="fsdp", **one_rank), tmp_path)
     assert cells_of("fsdp")["sharded state"] == "yes"  # one rank divides nothing
-    write_result(result(framework="fsdp", parallel_strategy="hyperion fsdp2"), tmp_path)
+    write_result(result(framework="fsdp", parallel_strategy="hyperion fsdp2"), tmp_path, file)
     assert {name for name, cell in cells_of("fsdp").items() if cell == "ran"} == {"data parallel", "sharded state"}
     divided = result(framework="mgds")
     division = replace(divided.parallelism_config, tensor_model_parallel_size=2, data_parallel_size=2)
