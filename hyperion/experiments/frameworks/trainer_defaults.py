@@ -26,7 +26,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the loss difference with all defaults. It is set equal to that of shuffled rows, which is the largest."""
+    """Predict the loss difference with all defaults. The prediction counts only the shuffled rows.
+
+    There is no formula for the effect of the falling learning rate, which is larger if the training is short.
+    """
     options = WorkOptions.of(context)
     estimate = 0.3 / (options.batch_size * options.sequence_length) ** 0.5 * 10
     basis = "other rows: the loss of a token deviates by about 2 nats, and neighbouring tokens depend on each other"

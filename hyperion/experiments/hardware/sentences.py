@@ -41,11 +41,17 @@ def _one_peak(first: Row | None, second: Row | None) -> str:
         return text + " The clock was not read."
     rates = [not_none(row.value) / row.clock_mhz * 1e3 for row in (first, second) if row.clock_mhz]
     text += f" For each GHz of clock, the rates are {number(rates[0], 3)} and {number(rates[1], 3)} TFLOPS."
-    # A rate does not fall as much as the clock, so a slower product can have the higher rate for each GHz.
-    slower, faster = (rate for _, rate in sorted(zip((first.value, second.value), rates, strict=True)))
-    if slower >= faster * (1 - _ALIKE):
-        return text + " So the clock explains the difference."
-    return text + " The clock, which is read every tenth of a second, does not explain the whole difference."
+    return text + _explained(*rates)
+
+
+def _explained(one: float, other: float) -> str:
+    """Return a sentence on whether the clock explains the difference of two rates, which are given for each GHz of clock."""
+    if abs(one / other - 1) <= _ALIKE:
+        return " So the clock explains the difference."
+    return (
+        " They differ, so the recorded clock does not explain the difference, or not all of it. The clock is read every tenth of "
+        "a second. If the samples took less time, the reading may be from another moment."
+    )
 
 
 def _rate_clock_power(row: Row) -> str:
@@ -102,20 +108,17 @@ def _clocks(square: Row, found: Row) -> str:
     capped = ", at its power limit" if "power" in (found.throttle or "") else ""
     text = (
         f"The clock was {square.clock_mhz:,.0f} MHz there, and {found.clock_mhz:,.0f} MHz during the search, which keeps the "
-        f"device busy{capped}. For each GHz of clock, the rates are {number(there, 3)} and {number(here, 3)} TFLOPS. "
+        f"device busy{capped}. For each GHz of clock, the rates are {number(there, 3)} and {number(here, 3)} TFLOPS."
     )
-    explained = here >= there * (1 - _ALIKE)
-    return text + (
-        "So the clock explains the difference." if explained else "So the clock does not explain the whole difference."
-    )
+    return text + _explained(there, here)
 
 
 def faster_at_equal_clock(given: Iterable[Row], best: Row) -> list[Row]:
     """Return the given shapes that are faster than the fastest shape of the search at the same clock frequency.
 
     A search keeps a GPU at its power limit, and the given shapes are timed afterwards, so their clock can be higher. The rate of
-    a matrix product is proportional to the clock, so rates divided by the clock are compared. If a clock is unknown, the rates
-    themselves are compared. The 95 % intervals must be more than 3 % apart.
+    a matrix product is about proportional to the clock, so rates divided by the clock are compared. If a clock is unknown, the
+    rates themselves are compared. The 95 % intervals must be more than 3 % apart.
 
     Args:
         given: rows of given shapes.

@@ -1,4 +1,4 @@
-"""Can a checkpoint of four ranks be loaded by one? Save with TP 2 and PP 2, load with TP 1 and PP 1, and compare the logits."""
+"""Can one rank load a checkpoint that several ranks saved? Save with one layout, load without it, and compare the logits."""
 
 import shutil
 

@@ -379,22 +379,29 @@ def explanations(experiment: str, rows: list[Row]) -> list[str]:
 def speedups_over_tf32(rows: list[Row]) -> list[str]:
     """Return sentences that state the speed-ups of the 16-bit formats over IEEE fp32 together with those over TF32.
 
-    Without steps in TF32, as on a CPU, there are no sentences.
+    Only steps that are replayed as graphs are compared, because eager steps wait for the host. Without steps in TF32, as on a
+    CPU, there are no sentences.
     """
-    sentences = []
-    for mode in (None, _GRAPH["mode"]):
-        speedups = [row for row in select(measured(rows), metric="speedup") if row.params.get("mode") == mode]
-        for variant in dict.fromkeys(row.variant for row in speedups):
-            own = {row.dtype: not_none(row.value) for row in speedups if row.variant == variant}
-            tf32 = own.pop("tf32", None)
-            if tf32 and own:
-                over_both = [
-                    f"{dtype} is {number(value, 3)} × as fast as IEEE fp32 and {number(value / tf32, 3)} × as fast as TF32"
-                    for dtype, value in own.items()
-                ]
-                sentences.append(f"{variant}, {'as a graph' if mode else 'eager'}: {', and '.join(over_both)}.")
-    default = "The rows for fp32 are IEEE fp32, with TF32 off. By default, PyTorch computes convolutions in TF32."
-    return [default, *sentences] if sentences else []
+    speedups = select(measured(rows), metric="speedup")
+    if not any(row.dtype == "tf32" for row in speedups):
+        return []
+    graphs = [row for row in speedups if _GRAPH.items() <= row.params.items()]
+    sentences = ["The rows for fp32 are IEEE fp32, with TF32 off. By default, PyTorch computes convolutions in TF32."]
+    for variant in dict.fromkeys(row.variant for row in graphs):
+        own = {row.dtype: not_none(row.value) for row in graphs if row.variant == variant}
+        tf32 = own.pop("tf32", None)
+        if tf32 and own:
+            over_both = [
+                f"{dtype} is {number(value, 3)} × as fast as IEEE fp32 and {number(value / tf32, 3)} × as fast as TF32"
+                for dtype, value in own.items()
+            ]
+            sentences.append(f"{variant}, as a graph: {', and '.join(over_both)}.")
+    if not graphs:
+        eager = (
+            "All steps of this run are eager. The ratios of their times also depend on how far the host is ahead of the device"
+        )
+        sentences.append(f"{eager}, so they do not describe the number formats alone.")
+    return sentences
 
 
 TITLES = {"precision_variants": "Mixed precision", "training_ladder": "The training ladder"}

@@ -41,8 +41,9 @@ def test_a_search_that_is_as_fast_as_the_square_product_needs_no_explanation():
 @pytest.mark.parametrize(
     ("clocks", "says"),
     [
-        ((1965.0, 1515.0), "So the clock explains the difference."),
-        ((1965.0, 1960.0), "So the clock does not explain the whole difference."),
+        ((1965.0, 1880.0), "So the clock explains the difference."),
+        ((1965.0, 1960.0), "does not explain the difference, or not all of it."),
+        ((1965.0, 1515.0), "does not explain the difference, or not all of it."),
         ((None, 1515.0), "The clock was not read"),
     ],
 )
@@ -122,7 +123,7 @@ def test_copies_that_a_cache_may_serve_are_not_compared():
 
 def test_the_reference_of_two_gpus_explains_its_contradictions():
     rows = Run.open(reference_folder() / "h200x2").rows()
-    assert "So the clock explains the difference." in square_beside_search(rows, "fp16")
+    assert "For each GHz of clock" in square_beside_search(rows, "fp16")
     assert "not the reason, but the graph" in copies_of_one_size(rows)
     read, copied = memory_levels([row for row in rows if row.experiment == "memory_levels"])
     assert "does not show the bandwidth of the caches" in read and "so the curve shows their end" in copied
@@ -133,8 +134,9 @@ def test_the_reference_of_two_gpus_explains_its_contradictions():
     [
         (745.0, 1980.0, "Two measurements can differ by this much."),
         (600.0, 1584.0, "So the clock explains the difference."),
-        (678.0, 1455.0, "So the clock explains the difference."),  # measured on an H100: the rate falls less than the clock
-        (600.0, 1980.0, "does not explain the whole difference."),
+        # Measured on an H100: the recorded clock of a short series would explain more than the whole difference.
+        (678.0, 1455.0, "the reading may be from another moment."),
+        (600.0, 1980.0, "the reading may be from another moment."),
         (600.0, None, "The clock was not read."),
     ],
 )
