@@ -1,12 +1,11 @@
 """Display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import pandas as pd
 
-from hyperion.book.plots import draw, plots_of
+from hyperion.book.plots import draw, guessed_row, plots_of
 from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import ACCURACIES, Material, number, percent, quoted_value
 from hyperion.figures.published import published_tables
@@ -87,27 +86,17 @@ def show_answer(result: HasRows, run: Run) -> None:
 def answered_guess(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
     """Return a sentence that compares the reader's guess and the library's prediction with the measured value.
 
-    If the prediction applies to several rows, the sentence is about the row with the largest value.
-
     Args:
-        predictions: the predictions of a run. The reader guesses the first prediction of an experiment.
-        rows: rows of one experiment.
+        predictions, rows: see `guessed_row`.
 
     Returns:
         The sentence, or "" if nothing was predicted.
     """
-    stored = [p for p in predictions if (p.notebook, p.experiment) == (rows[0].notebook, rows[0].experiment)]
-    # If the inputs of an experiment have changed, the run has older and newer predictions, and only the newest ones apply. The
-    # first of them is the one that the reader guesses.
-    first = next((p for p in stored if p.input_hash == stored[-1].input_hash), None)
-    found = [row for row in rows if first and first.predicts(row)]
-    if first is None or not found:
+    first, row, count = guessed_row(predictions, rows)
+    if first is None or row is None:
         return ""
-    # Some rows have exactly the params of the prediction, and other rows have more. The reader guesses the former.
-    found = [row for row in found if row.params == first.params] or found
-    row = max(found, key=lambda row: -math.inf if row.value is None else row.value)
     what = " ".join(filter(None, (row.variant, row.dtype)))
-    what += f", the largest of {len(found)} values," if len(found) > 1 else ""
+    what += f", the largest of {count} values," if count > 1 else ""
     if row.value is None:
         return f"{row.metric} of {what} was not measured: {row.value_reason}."
     sentences = [f"Measured: {row.metric} of {what} is {quoted_value(row.value, row.unit)}."]

@@ -1,6 +1,7 @@
 """All figures of the book: the figures of the subjects, and two figures about a whole run, the summary and the predictions."""
 
 import math
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
@@ -193,16 +194,39 @@ def _label(row: Row) -> str:
     return f"{row.metric}{unit}{_ARROWS[row.definition.direction]}"
 
 
-def _guesses(written: list[Prediction], rows: list[Row]) -> list[tuple[float, float]]:
-    """Return (measured value, optimism) for each guess of the reader."""
+def _guesses(written: Sequence[Prediction], rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return (measured value, optimism) for each guess of the reader. All rows have a value."""
+    guesses = []
+    for place in dict.fromkeys((row.notebook, row.experiment) for row in rows):
+        first, row, _ = guessed_row(written, [row for row in rows if (row.notebook, row.experiment) == place])
+        if first is not None and row is not None and first.guess:
+            guesses.append((not_none(row.value), _optimism(row, first.guess)))
+    return guesses
 
-    def key(entry: Prediction | Row) -> tuple:
-        return (entry.experiment, entry.variant, entry.dtype, entry.metric, sorted(entry.params.items()))
 
-    keyed = [(key(row), row) for row in rows]
-    return [
-        (not_none(row.value), _optimism(row, p.guess)) for p in written if p.guess for row_key, row in keyed if row_key == key(p)
-    ]
+def guessed_row(predictions: Sequence[Prediction], rows: Sequence[Row]) -> tuple[Prediction | None, Row | None, int]:
+    """Return the prediction that the reader of an experiment guesses, and the row that answers it.
+
+    If the prediction applies to several rows, the row with the largest value answers it.
+
+    Args:
+        predictions: the predictions of a run. The reader guesses the first prediction of an experiment.
+        rows: rows of one experiment.
+
+    Returns:
+        The prediction, the row, and the number of rows to which the prediction applies. If nothing was predicted, or no row
+        answers it, the row is None.
+    """
+    stored = [p for p in predictions if (p.notebook, p.experiment) == (rows[0].notebook, rows[0].experiment)]
+    # If the inputs of an experiment have changed, the run has older and newer predictions, and only the newest ones apply. The
+    # first of them is the one that the reader guesses.
+    first = next((p for p in stored if p.input_hash == stored[-1].input_hash), None)
+    found = [row for row in rows if first and first.predicts(row)]
+    if first is None or not found:
+        return first, None, 0
+    # Some rows have exactly the params of the prediction, and other rows have more. The reader guesses the former.
+    found = [row for row in found if row.params == first.params] or found
+    return first, max(found, key=lambda row: -math.inf if row.value is None else row.value), len(found)
 
 
 _OF_THE_RUN = (

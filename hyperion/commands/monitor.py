@@ -82,7 +82,7 @@ def monitor(
         rates = []
         say(f"no energy per token: {error.what}")
     for rate in rates:
-        power = mean_power(watching.readings, rate.started_s - clock_s, rate.ended_s - clock_s)
+        power = mean_power(watching.readings, rate.started_s - clock_s, rate.ended_s - clock_s, rate.devices)
         say(energy_line(rate.name, None if power is None else power / rate.tokens_per_s))
     raise typer.Exit(code)
 
@@ -162,18 +162,20 @@ class TokenRate:
         name: experiment, variant, format and parameters of the row.
         tokens_per_s: tokens of all ranks per second.
         started_s, ended_s: start of the experiment, and when its samples were stored, in seconds since 1970.
+        devices: number of devices that processed the tokens.
     """
 
     name: str
     tokens_per_s: float
     started_s: float
     ended_s: float
+    devices: int
 
 
 def measured_rates(run: str, since_s: float) -> list[TokenRate]:
     """Return the rates in tokens per second of the experiments of a run that started at or after a time.
 
-    Rates of single ranks are left out, because the power is that of all devices.
+    Rates of single ranks are left out, because the power is that of all devices of the experiment.
 
     Args:
         run: the run, such as `latest`.
@@ -196,7 +198,8 @@ def measured_rates(run: str, since_s: float) -> list[TokenRate]:
         for row in store.rows(notebook, experiment):
             if row.metric == "tokens_per_s" and row.rank is None and row.value:
                 words = [experiment, row.variant, row.dtype or "", *(f"{key}={value}" for key, value in row.params.items())]
-                rates.append(TokenRate(" ".join(filter(None, words)), row.value, started_s, ended_s))
+                name, devices = " ".join(filter(None, words)), row.params.get("ranks", 1)
+                rates.append(TokenRate(name, row.value, started_s, ended_s, devices))
     if not rates:
         raise HyperionError(
             "no experiment of this run with a rate in tokens per second started while the monitor ran",
@@ -211,7 +214,7 @@ def energy_line(name: str, energy_j: float | None) -> str:
 
     Args:
         name: name of the rate.
-        energy_j: the mean power of all devices during the experiment, divided by the rate, or None if no power was read.
+        energy_j: the mean power of its devices during the experiment, divided by the rate, or None if no power was read.
     """
     reason = "no energy per token: no device has two readings of its power in this time"
     return f"{name}: {reason if energy_j is None else f'{energy_j:.4g} J per token, at the mean power of the experiment'}"

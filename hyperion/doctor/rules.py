@@ -221,7 +221,12 @@ def fictional_variables(state: State) -> str:
 
 @_rule("a setting acts against another one", "see `hyperion env --lint`")
 def contradictory_variables(state: State) -> str:
-    return "; ".join(finding.what for finding in lint(state.variables.items()) if finding.kind != "unknown")
+    return "; ".join(finding.what for finding in lint(state.variables.items()) if finding.kind == "contradiction")
+
+
+@_rule("a setting does harm", "see `hyperion env --lint`")
+def harmful_variables(state: State) -> str:
+    return "; ".join(finding.what for finding in lint(state.variables.items()) if finding.kind == "harmful")
 
 
 @_rule(

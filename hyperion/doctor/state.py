@@ -25,7 +25,7 @@ import torch
 from hyperion.data.store.folders import DataError, processed_root, read_manifest
 from hyperion.doctor.checks import CACHES, installed_build, nearest_existing
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect, read
-from hyperion.hardware.cpu import system_text
+from hyperion.hardware.cpu import memory_limit_bytes, system_text
 from hyperion.hardware.telemetry import nvml_uncorrected_errors
 from hyperion.install.assignments import shell_assignments
 from hyperion.install.machine import KernelFacts
@@ -182,7 +182,7 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         collectives=facts.collectives or "",
         memory_gib=memory.total / GIB,
         memory_available_gib=memory.available / GIB,
-        memory_limit_gib=_memory_limit(root),
+        memory_limit_gib=(memory_limit_bytes(root) or float("inf")) / GIB,
         swap_used_gib=psutil.swap_memory().used / GIB,
         shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
         cores=os.cpu_count(),
@@ -273,14 +273,6 @@ def pcie_link(folder: Path) -> tuple[int, int] | None:
     """Return (current, largest) number of lanes of the PCIe link of a device in sysfs, or None if it is unknown."""
     texts = [system_text(folder / f"{kind}_link_width") or "" for kind in ("current", "max")]
     return (int(texts[0]), int(texts[1])) if all(text.isdigit() and text != "0" for text in texts) else None
-
-
-def _memory_limit(root: Path) -> float:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1
-        text = system_text(root / "sys/fs/cgroup" / name)
-        if text and text.isdigit() and int(text) < 1 << 60:
-            return int(text) / GIB
-    return float("inf")
 
 
 def _disk(place: Path) -> tuple[float, float]:

@@ -239,7 +239,7 @@ def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts
         machine=platform.machine(),
         cores=_within_quota(_physical_cores(root, usable), _cgroup_quota(root)),
         threads=threads,
-        memory_bytes=_memory_limit(root, psutil.virtual_memory().total),
+        memory_bytes=min(filter(None, (psutil.virtual_memory().total, memory_limit_bytes(root)))),
         last_level_cache_bytes=_last_level_cache(root, usable),
         flags=tuple(flag for flag in RELEVANT_FLAGS if flag in flags),
         nominal_clock_mhz=_nominal_clock(root, info),
@@ -315,9 +315,18 @@ def _within_quota(count: int, quota: float | None) -> int:
     return count if quota is None else max(1, min(count, -int(-quota // 1)))
 
 
-def _memory_limit(root: Path, physical_bytes: int) -> int:
-    limit = _integer(system_text(root / "sys/fs/cgroup/memory.max"))
-    return min(physical_bytes, limit) if limit else physical_bytes
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory limit of this cgroup (version 2 or 1) in bytes, or None if there is no limit.
+
+    Args:
+        root: folder that contains sys/.
+    """
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # versions 2 and 1
+        limit = _integer(system_text(root / "sys/fs/cgroup" / name))
+        # Without a limit, version 1 states a number near 2^63.
+        if limit and limit < 1 << 60:
+            return limit
+    return None
 
 
 def _last_level_cache(root: Path, usable: set[int]) -> int | None:

@@ -267,7 +267,8 @@ def parse_gcn_arch(name: str) -> str:
 def fingerprint(facts: MachineFacts | None = None) -> dict:
     """Return the environment of a measurement as JSON values.
 
-    The host name and the UUIDs of GPUs are hashed. The fingerprint contains no paths and no user names.
+    The host name and the UUIDs of GPUs are hashed, also in the variables that select GPUs. The fingerprint contains no paths and
+    no user names.
 
     Keys: python, torch, cuda, hip, driver, collectives (version of NCCL or RCCL), collective_settings (environment variables of
     that library), packages, os, kernel, machine, cpu, gpus, visible_devices, host_hash, source (hash, commit, modified).
@@ -275,8 +276,15 @@ def fingerprint(facts: MachineFacts | None = None) -> dict:
     content = asdict(facts or collect_facts())
     for gpu in content["gpus"]:
         gpu["uuid"] = gpu["uuid"] and hashlib.sha256(gpu["uuid"].encode()).hexdigest()[:12]
+    content["visible_devices"] = {name: _without_uuids(value) for name, value in content["visible_devices"].items()}
     content["source"] = {"hash": source_hash(), **git_state()}
     return content
+
+
+def _without_uuids(selection: str) -> str:
+    """Return a list of devices, such as "0,1" or "GPU-8f7a…", in which everything but numbers is hashed."""
+    devices = (device.strip() for device in selection.split(","))
+    return ",".join(one if re.fullmatch(r"-?\d*", one) else hashlib.sha256(one.encode()).hexdigest()[:12] for one in devices)
 
 
 def facts_of(content: dict, place: str = "fingerprint") -> MachineFacts:

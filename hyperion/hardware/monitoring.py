@@ -9,6 +9,7 @@ import math
 import statistics
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,24 +71,32 @@ def _nvidia_devices(nvml: Any) -> list[Device]:
         if nvml is None:
             import pynvml as nvml  # pyright: ignore[reportMissingImports]
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return [
-            Device(
-                "cuda",
-                index,
-                str(nvml.nvmlDeviceGetName(handle)),
-                "sm_" + "".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
-                nvml.nvmlDeviceGetMemoryInfo(handle).total,
-                None,
-                None,
-                f"cuda:{index}",
-                uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-                vendor="NVIDIA",
-            )
-            for index, handle in enumerate(handles)
-        ]
+        count = nvml.nvmlDeviceGetCount()
     except Exception:  # pynvml is missing, or there is no NVIDIA driver
         return []
+    devices = []
+    for index in range(count):
+        try:
+            devices.append(_nvidia_device(nvml, index))
+        except Exception as error:  # for example, the GPU is lost; the others are watched nevertheless
+            warnings.warn(f"GPU {index} is not watched, because NVML cannot read it: {error}", stacklevel=2)
+    return devices
+
+
+def _nvidia_device(nvml: Any, index: int) -> Device:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    return Device(
+        "cuda",
+        index,
+        str(nvml.nvmlDeviceGetName(handle)),
+        "sm_" + "".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
+        nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        None,
+        None,
+        f"cuda:{index}",
+        uuid=str(nvml.nvmlDeviceGetUUID(handle)),
+        vendor="NVIDIA",
+    )
 
 
 def _amd_devices(root: Path) -> list[Device]:
@@ -262,22 +271,27 @@ def energy_of(readings: Sequence[Reading]) -> float | None:
     return math.fsum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in itertools.pairwise(powers))
 
 
-def mean_power(readings: Sequence[Sequence[Reading]], start_s: float, end_s: float) -> float | None:
-    """Return the mean power of all devices together between two times, in watts.
+def mean_power(readings: Sequence[Sequence[Reading]], start_s: float, end_s: float, devices: int | None = None) -> float | None:
+    """Return the mean power of several devices together between two times, in watts.
 
     Return None if no device has two readings with energy or power in this time.
 
     Args:
         readings: the readings of each device.
         start_s, end_s: times of the clock of the readings.
+        devices: number of devices that worked. The power of those with the highest power is added, because other devices only
+            idle. None means all devices.
     """
     powers = []
+    # If the reading of an MI250X is that of the module, it includes the power of the second die.
+    modules = any(one.telemetry.power_scope == "module" for series in readings for one in series)
     for series in readings:
         inside = [one for one in series if start_s <= one.time_s <= end_s]
         energy_j = energy_of(inside)
         if energy_j is not None:
             powers.append(energy_j / (inside[-1].time_s - inside[0].time_s))
-    # The second die of an MI250X reports no power, because the first die reports the power of the whole module.
+    if devices is not None:
+        powers = sorted(powers, reverse=True)[: -(-devices // 2) if modules else devices]
     return math.fsum(powers) if powers else None
 
 

@@ -153,7 +153,7 @@ def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Ro
         "created": datetime.now(UTC).date().isoformat(),
         "device": device.name,
         "devices": devices,
-        "fingerprint": shareable_fingerprint(facts),
+        "fingerprint": fingerprint(facts),
         "ceilings": [{column: getattr(row, column) for column in COLUMNS} for row in rows],
         "floors": asdict(FloorSection(report.unknown, verdicts)),
     }
@@ -163,13 +163,6 @@ def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Ro
             f"{place} contains a path of this machine", next_step="report this error, because a passport must not contain paths"
         )
     return content | {"hashes": hashes_of(content)}
-
-
-def shareable_fingerprint(facts: MachineFacts) -> dict:
-    """Return the fingerprint without environment variables that select GPUs by UUID instead of by number."""
-    content = fingerprint(facts)
-    plain = {name: value for name, value in content["visible_devices"].items() if value.replace(",", "").isdigit()}
-    return content | {"visible_devices": plain}
 
 
 def _planned(device: Device, floors: list[Floor]) -> list[PlannedMeasurement]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented, but not in __all__
 
 from hyperion.processes.group import job_store
+from hyperion.processes.rank_errors import WAITING_FILES
 from hyperion.processes.this_rank import World, world
 
 EXIT_CODE = 1
@@ -27,7 +28,7 @@ _POLL_S = 0.25
 _STACKS_S, _EXIT_S = 2.0, 5.0
 _FRAMES = 4
 # If a frame of the main thread contains one of these strings, the rank is waiting for other ranks.
-_WAITING = ("/torch/distributed/", "/torch/cuda/", "in wait_for_peers\n")
+_WAITING = (*WAITING_FILES, "in wait_for_peers\n")
 # Number of collectives that a finished rank reports. It is so large that a finished rank is never behind.
 _FINISHED = 2**62
 # Number of `roll_call` blocks so far. It is part of the prefix in the store, so that a block does not see the progress of an

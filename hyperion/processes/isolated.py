@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,22 +58,32 @@ class IsolatedProcess:
             IsolatedError: the process crashed, or the function did not end in time.
         """
         self.start()
-        assert self._pool is not None
-        try:
-            return self._pool.submit(function).result(timeout=self._timeout_s)
-        except TimeoutError:
-            what = f"the function did not end within {self._timeout_s:g} s"
-        except BrokenProcessPool:
-            what = f"the process crashed; its last output: {self._last_output()}"
-        self._kill()
-        raise IsolatedError(what, next_step="call the function in a process of its own to see its whole output")
+        return self._result(function, self._timeout_s, "the function did not end")
 
     def start(self) -> None:
-        """Start the process if it is not running."""
+        """Start the process if it is not running.
+
+        Raises:
+            IsolatedError: the process crashed, or it was not ready in time.
+        """
         if self._pool is None:
             context = get_context("spawn")  # spawn, because a forked process cannot use CUDA
             self._pool = ProcessPoolExecutor(1, context, _start, (str(self._log), os.getpid(), self._prepare))
-            self._pool.submit(int).result(_START_S)
+            self._result(int, _START_S, "the process was not ready")
+
+    def _result(self, function: Callable[[], Value], limit_s: float, late: str) -> Value:
+        assert self._pool is not None
+        future = self._pool.submit(function)
+        # `result(timeout=…)` would not distinguish its own TimeoutError from one that the function raises.
+        if wait([future], limit_s).done:
+            try:
+                return future.result()
+            except BrokenProcessPool:
+                what = f"the process crashed; its last output: {self._last_output()}"
+        else:
+            what = f"{late} within {limit_s:g} s"
+        self._kill()
+        raise IsolatedError(what, next_step="call the function in a process of its own to see its whole output")
 
     def _kill(self) -> None:
         # Kill the process first, because a function that hangs never returns. The pool has no public attribute for its processes.

@@ -4,15 +4,18 @@ The launcher is the process that starts the job, and the worker is the process t
 of the worker, enforces a timeout, and raises the worker's error. The worker ends when its launcher ends.
 """
 
+import codecs
 import importlib
+import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -26,6 +29,8 @@ INTERRUPTED = 75
 KILLED_REMEDY = "the operating system sends SIGKILL when memory runs out: choose smaller sizes or free memory, then run again"
 _PROGRESS = "@progress "
 _LAST_LINES = 40
+_POLL_S = 0.2
+_PIPE_BYTES = 1 << 16  # capacity of a pipe
 
 
 class JobError(HyperionError):
@@ -203,20 +208,44 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
         timed_out.set()
         worker.terminate()
 
-    # The signals come from timers, because the loop below blocks while the worker prints nothing. After SIGTERM the worker can
-    # save its state. SIGKILL ends it.
+    # The signals come from timers, because the functions that handle the output may block. After SIGTERM the worker can save its
+    # state. SIGKILL ends it.
     timers = [threading.Timer(timeout_s, on_timeout), threading.Timer(timeout_s + GRACE_S, worker.kill)]
     for timer in timers:
         timer.daemon = True
         timer.start()
     try:
-        for line in worker.stdout or ():
+        for line in _lines_until_the_end(worker):
             output.handle(line)
         worker.wait()
     finally:
         for timer in timers:
             timer.cancel()
     return timed_out.is_set()
+
+
+def _lines_until_the_end(worker: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield the lines that a worker prints, until the worker has ended.
+
+    The end of the pipe would be too late: a process that the worker has started may keep the pipe open.
+    """
+    assert worker.stdout is not None
+    descriptor, rest, ended = worker.stdout.fileno(), "", False
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    while True:
+        # If the worker has ended, everything that it printed is in the pipe.
+        ended = ended or worker.poll() is not None
+        if not select.select([descriptor], [], [], 0 if ended else _POLL_S)[0]:
+            if ended:
+                break
+            continue
+        data = os.read(descriptor, _PIPE_BYTES)
+        *lines, rest = (rest + decoder.decode(data, not data)).split("\n")
+        yield from (f"{line}\n" for line in lines)
+        if ended or not data:
+            break
+    if rest:
+        yield rest
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

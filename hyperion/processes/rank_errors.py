@@ -17,9 +17,10 @@ _FRAMES = 8
 # Part of the message that NCCL's watchdog logs when it aborts a process.
 _WATCHDOG = "collective operation timeout"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
-# _WAITING: a rank is waiting for other ranks if its stack contains a file with one of these paths. _CALLERS: files from which
-# every rank calls the function of the job; their frames are omitted.
-_WAITING = ("torch/distributed/", "torch\\distributed\\")
+# A rank is waiting for other ranks if its stack contains a file with one of these paths. On a GPU, the host waits for the
+# collective of its device in torch/cuda.
+WAITING_FILES = ("/torch/distributed/", "/torch/cuda/")
+# Files from which every rank calls the function of the job. Their frames are omitted.
 _CALLERS = ("<frozen ", "/runpy.py", "/hyperion/processes/worker.py", "/contextlib.py")
 
 
@@ -181,7 +182,7 @@ def read_stack(rank: int, stack: str, finished: bool) -> RankStack:
         for match in _main_thread(stack)
         if not any(mark in match["file"] for mark in _CALLERS)
     ]
-    waiting = any(mark in file for file, _ in frames for mark in _WAITING)
+    waiting = any(mark in file for file, _ in frames for mark in WAITING_FILES)
     return RankStack(rank, tuple(text for _, text in frames), waiting, finished)
 
 

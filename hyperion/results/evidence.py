@@ -8,7 +8,7 @@ import numpy as np
 
 from hyperion.results.files import LOCK, MANIFEST, WRITER_LOCK, StoreError
 from hyperion.results.rows import Row, canonical_params
-from hyperion.results.statistics import Estimate, median_estimate
+from hyperion.results.statistics import Estimate, bootstrap_median, median_estimate
 from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
 
@@ -125,10 +125,12 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     named = f"{row.metric} of {row.variant} {row.dtype} {row.params}".strip()
     if row.n != estimate.n:
         raise StoreError(f"{named} has n = {row.n}, but there are {estimate.n} samples", where=where, next_step=_NEXT)
-    # Rows of a series with drift store a wider interval, and a row does not say whether its series had drift.
+    # Rows of a series with drift store a wider interval, and a row does not say whether its series had drift. Earlier versions
+    # did not extend the interval of a short series.
     forms = [
         form.map(lambda time_s, function=function: factor * function(time_s))
-        for form in (estimate, _drifting(estimate, matching[0]))
+        for interval in (estimate, bootstrap_median(matching[0]))
+        for form in (interval, _drifting(interval, matching[0]))
     ]
     if not any(_agree(row, form) for form in forms):
         fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], but its samples give {forms[0]}"

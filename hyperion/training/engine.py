@@ -364,9 +364,15 @@ class LanguageEngine(TorchEngine):
         return nll_BT.sum()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the results of evaluate_language as a dict: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', …"""
+        """Return the results of evaluate_language as a dict.
+
+        Keys: 'loss' in nats per token, the ends 'loss_ci_low' and 'loss_ci_high' of its 95 % interval, 'perplexity_token', and
+        the fields of `LanguageEvaluation`.
+        """
         result = evaluate_language(self.model, batches, self.precision, self.device)
-        return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
+        low, high = result.interval
+        shared = {"loss": result.loss, "loss_ci_low": low, "loss_ci_high": high, "perplexity_token": result.perplexity_token}
+        return shared | asdict(result)
 
 
 class ImageEngine(TorchEngine):

@@ -31,17 +31,32 @@ class LanguageEvaluation:
     Attributes:
         total_nll_nats: negative log-likelihood in nats, summed over all scored tokens.
         tokens: number of scored tokens.
-        standard_error_nats: standard error of `loss` in nats per token, computed as if tokens were independent.
+        standard_error_nats: standard error of `loss` in nats per token. It allows for correlation between the tokens of a window.
+        windows: number of windows with a scored token.
+        independent_error_nats: standard error of `loss` if all tokens are independent, such as random tokens.
+
+    Source of the standard error: Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, J. Human Resources 50
+    (2015) 317-372.
     """
 
     total_nll_nats: float
     tokens: int
     standard_error_nats: float
+    windows: int
+    independent_error_nats: float
 
     @property
     def loss(self) -> float:
         """Mean negative log-likelihood in nats per token."""
         return self.total_nll_nats / self.tokens
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of `loss`, by Student's t distribution for the number of windows."""
+        from scipy import stats  # slow to import
+
+        half = float(stats.t.ppf(0.975, max(1, self.windows - 1))) * self.standard_error_nats
+        return self.loss - half, self.loss + half
 
     @property
     def perplexity_token(self) -> float:
@@ -86,23 +101,29 @@ def evaluate_language(
     Raises:
         HyperionError: no window has a target, or the model does not return nll_BT, one value per target.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # sums of nll and of its square, number of tokens
+    # Sums over tokens: nll, its square, 1. Sums over windows, which have n tokens with the nll s together: s², sn, n², 1.
+    sums = torch.zeros(7, dtype=torch.float64, device=device.torch_device)
     with _evaluating(model):
         for (inputs_BT, targets_BT), counts in _own(windows, ranks_of(model)):
             with precision.autocast(device):
                 nll_BT = model(inputs_BT, targets_BT)
             require_nll(nll_BT, targets_BT)
             nll_BT = nll_BT.double()
-            scored = (targets_BT != IGNORE_INDEX).sum()
+            s_B, n_B = nll_BT.sum(dim=1), (targets_BT != IGNORE_INDEX).sum(dim=1).double()
             if counts:
-                sums = sums + torch.stack((nll_BT.sum(), nll_BT.square().sum(), scored.double()))
+                of_tokens = (s_B.sum(), nll_BT.square().sum(), n_B.sum())
+                of_windows = (s_B.square().sum(), (s_B * n_B).sum(), n_B.square().sum(), (n_B > 0).sum().double())
+                sums = sums + torch.stack((*of_tokens, *of_windows))
     # Results need only this one collective, after the last batch. The host waits for the device only here.
-    total_nats, total_squares, n = start_sum(sums, ranks_of(model))().tolist()
-    n = int(n)
-    _require_some(n, "tokens")
+    total_nats, squares, n, window_squares, mixed, count_squares, clusters = start_sum(sums, ranks_of(model))().tolist()
+    _require_some(int(n), "tokens")
+    mean = total_nats / n
     # Clamp at 0, because rounding can make the difference of two nearly equal numbers slightly negative.
-    variance = max(0.0, total_squares / n - (total_nats / n) ** 2)
-    return LanguageEvaluation(total_nats, n, math.sqrt(variance / n))
+    independent = math.sqrt(max(0.0, squares / n - mean**2) / n)
+    # Σ (s - mean · n)². A single window shows no variation between windows.
+    between = max(0.0, window_squares - 2 * mean * mixed + mean**2 * count_squares)
+    error = math.sqrt(clusters / (clusters - 1) * between) / n if clusters > 1 else independent
+    return LanguageEvaluation(total_nats, int(n), error, int(clusters), independent)
 
 
 @torch.no_grad()

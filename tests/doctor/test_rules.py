@@ -138,10 +138,12 @@ CASES = {
     ),
     "fictional_variables": (variables(RCCL_P2P_ENABLE="1"), variables(NCCL_P2P_DISABLE="0"), "RCCL_P2P_ENABLE"),
     "contradictory_variables": (
-        variables(HSA_TOOLS_LIB="1"),
-        variables(HSA_TOOLS_LIB="librocprofiler64.so.1"),
-        "HSA_TOOLS_LIB=1",
+        variables(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1"),
+        # A harmful setting is not a contradiction.
+        variables(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="0", HSA_TOOLS_LIB="1"),
+        "HIP_VISIBLE_DEVICES=0 and CUDA_VISIBLE_DEVICES=1",
     ),
+    "harmful_variables": (variables(HSA_TOOLS_LIB="1"), variables(HSA_TOOLS_LIB="librocprofiler64.so.1"), "HSA_TOOLS_LIB=1"),
     "lost_settings": (
         {"startup": (("~/.bashrc", "HSA_XNACK", "1"),)},
         {"startup": (("~/.bashrc", "HSA_XNACK", "1"),)} | variables(HSA_XNACK="1"),
@@ -206,6 +208,7 @@ CASES = {
 }
 # Rules that find another cause in the facts of a case: with the cause, and without it.
 COMPANIONS = {
+    "contradictory_variables": (set(), {"harmful_variables"}),
     "device_permission": (set(), {"device_not_passed"}),  # a GPU without /dev/kfd
     "log_fragmentation": ({"log_out_of_memory"}, {"log_out_of_memory"}),
 }

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,9 +90,16 @@ def test_a_cgroup_quota_caps_the_cores(tmp_path, files, cores):
     assert read_cpu(machine(tmp_path, EPYC, no_smt, ONE_L3, files), usable={0, 1, 2, 3}).cores == cores
 
 
-def test_a_memory_limit_of_the_cgroup_is_the_memory(tmp_path):
-    root = machine(tmp_path, EPYC, SMT, ONE_L3, {"sys/fs/cgroup/memory.max": str(2**30)})
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_memory_limit_of_the_cgroup_is_the_memory(tmp_path, name):
+    root = machine(tmp_path, EPYC, SMT, ONE_L3, {f"sys/fs/cgroup/{name}": str(2**30)})
     assert read_cpu(root, usable={0}).memory_bytes == 2**30
+
+
+@pytest.mark.parametrize(("name", "text"), [("memory.max", "max"), ("memory/memory.limit_in_bytes", "9223372036854771712")])
+def test_without_a_memory_limit_the_memory_is_that_of_the_machine(tmp_path, name, text):
+    root = machine(tmp_path, EPYC, SMT, ONE_L3, {f"sys/fs/cgroup/{name}": text})
+    assert read_cpu(root, usable={0}).memory_bytes == psutil.virtual_memory().total
 
 
 def test_the_nominal_clock_comes_from_the_name_or_the_time_stamp_counter(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hyperion.hardware import collect_facts
-from hyperion.hardware.facts import TorchBuild, _read_gpu
+from hyperion.hardware.facts import TorchBuild, _read_gpu, fingerprint
 from tests.hardware.machines import facts
 
 
@@ -85,3 +85,12 @@ def test_an_older_torch_leaves_nulls():
 def test_visible_device_variables_are_recorded(monkeypatch):
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "3")
     assert collect_facts().visible_devices["ROCR_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_fingerprint_has_no_uuid_in_the_variables_that_select_gpus():
+    chosen = {"CUDA_VISIBLE_DEVICES": "GPU-64654e92-a282,1", "HIP_VISIBLE_DEVICES": "0, 1", "ROCR_VISIBLE_DEVICES": "-1"}
+    stored = fingerprint(facts("H200", visible_devices=chosen))["visible_devices"]
+    assert "64654e92" not in json.dumps(stored)
+    first, second = stored["CUDA_VISIBLE_DEVICES"].split(",")
+    assert len(first) == 12 and second == "1"
+    assert (stored["HIP_VISIBLE_DEVICES"], stored["ROCR_VISIBLE_DEVICES"]) == ("0,1", "-1")

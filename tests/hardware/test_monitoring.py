@@ -126,6 +126,28 @@ def test_nvidia_devices_are_found_without_torch_and_read_by_uuid():
     assert monitor_reader(devices[0], nvml=FakeNvml(0), reader=fixed)().utilization_percent == 0.0
 
 
+def test_the_power_of_a_module_is_that_of_two_dies():
+    busy, idle = series(*[500.0] * 5), series(*[90.0] * 5)
+    modules = [[replace(one, telemetry=replace(one.telemetry, power_scope="module")) for one in each] for each in (busy, idle)]
+    none = series(*[None] * 5)  # the second dies
+    assert [mean_power([modules[0], none, modules[1], none], 10, 18, devices=count) for count in (1, 2, 3)] == [500, 500, 590]
+
+
+def test_a_lost_gpu_hides_no_other_gpu():
+    nvml = FakeNvml()
+    found = nvml.nvmlDeviceGetMemoryInfo
+
+    def lost(handle):
+        if handle == 0:
+            raise RuntimeError("GPU is lost")
+        return found(handle)
+
+    nvml.nvmlDeviceGetMemoryInfo = lost
+    with pytest.warns(UserWarning, match="GPU 0 is not watched, because NVML cannot read it: GPU is lost"):
+        devices = system_devices(nvml=nvml)
+    assert [device.uuid for device in devices] == ["GPU-0001"]
+
+
 def test_amd_devices_are_read_from_sysfs_and_nothing_is_written(tmp_path):
     from hyperion.hardware.telemetry import amd_reader
 
@@ -180,6 +202,9 @@ def test_the_mean_power_is_that_of_all_devices_between_two_times():
     assert mean_power([idle_then_busy, series(*[50.0] * 5)], 13.5, 16.5) == 550.0
     assert mean_power([idle_then_busy, series(*[None] * 5)], 10, 12) == 100.0
     assert mean_power([series(*[1.0] * 5, counter=True)], 10, 18) == 350.0  # the counter adds 700 J in 2 s
+    idle = series(*[75.0] * 5)
+    assert mean_power([idle, idle_then_busy, idle], 13.5, 16.5, devices=1) == 500.0
+    assert mean_power([idle, idle_then_busy, idle], 13.5, 16.5, devices=2) == 575.0
     assert mean_power([idle_then_busy], 14.5, 16.5) is None and mean_power([series(None, None)], 0, 99) is None
 
 

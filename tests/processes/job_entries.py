@@ -3,6 +3,7 @@
 import atexit
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -51,3 +52,12 @@ def sleep(pid_file):
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
     time.sleep(600)
+
+
+def leave_a_child(pid_file):
+    """Return while a child process, which keeps the pipe of the output open, still runs."""
+    print("one line")
+    child = subprocess.Popen(["sleep", "60"])
+    Path(pid_file).write_text(str(child.pid))
+    print("the last line", end="")
+    return {"ok": 1}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.processes import isolated as isolated_module
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 
 pytestmark = pytest.mark.process
@@ -29,6 +30,29 @@ def hang(file: str | None = None) -> None:
     if file is not None:
         Path(file).write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def raise_timeout() -> None:
+    raise TimeoutError("of the function")
+
+
+def test_a_timeout_of_the_function_is_its_own_error_and_the_process_stays():
+    with IsolatedProcess(timeout_s=30) as isolated:
+        first = isolated.run(os.getpid)
+        with pytest.raises(TimeoutError, match="of the function"):
+            isolated.run(raise_timeout)
+        assert isolated.run(os.getpid) == first
+
+
+def test_a_process_that_is_never_ready_is_killed(monkeypatch):
+    monkeypatch.setattr(isolated_module, "_START_S", 3.0)
+    begin = time.monotonic()
+    with (
+        IsolatedProcess(timeout_s=1, prepare=hang) as isolated,
+        pytest.raises(IsolatedError, match="the process was not ready within 3 s"),
+    ):
+        isolated.run(os.getpid)
+    assert time.monotonic() - begin < 60  # `hang` takes 600 s
 
 
 def test_results_and_errors_come_back_and_the_process_is_replaced_after_a_crash_and_a_timeout(capfd):

@@ -91,6 +91,17 @@ def test_a_killed_worker_is_named_with_its_signal():
 
 
 @pytest.mark.process
+def test_a_child_of_the_worker_that_keeps_the_pipe_open_delays_nothing(tmp_path):
+    lines, pid_file = [], tmp_path / "pid"
+    try:
+        answer = run_job(Job(job_entries.leave_a_child, {"pid_file": str(pid_file)}, timeout_s=40), lines.append)
+        assert answer == {"ok": 1} and lines == ["one line", "the last line"]
+        assert not has_ended(int(pid_file.read_text()))
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.process
 def test_timeout_ends_the_worker(tmp_path):
     pid_file = tmp_path / "pid"
     with pytest.raises(JobError, match="timeout of 6 s"):

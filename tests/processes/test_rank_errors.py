@@ -113,6 +113,11 @@ def test_a_stack_starts_with_the_innermost_frame(tmp_path):
     assert not found.waiting and str(found).startswith("rank 1 was in hangs_here (test_rank_errors.py:")
 
 
+def test_a_rank_that_waits_for_its_gpu_is_seen_to_wait():
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/cuda/__init__.py", line 3 in synchronize\n'
+    assert read_stack(0, stack, finished=False).waiting
+
+
 def test_a_rank_in_a_collective_is_seen_to_wait():
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/distributed/c10d.py", line 3 in all_reduce\n'
     found = read_stack(0, stack, finished=False)

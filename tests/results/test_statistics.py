@@ -28,6 +28,15 @@ def test_the_bootstrap_interval_covers_the_median_95_times_in_100():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n", [6, 9, 20])
+def test_the_interval_of_few_samples_covers_the_median_as_often_as_it_says(n):
+    generator = np.random.default_rng(1)
+    found = [median_estimate(generator.lognormal(0, 1, n)) for _ in range(1000)]
+    assert np.mean([one.ci_low <= 1 <= one.ci_high for one in found]) >= 0.935  # 0.95 less two standard errors
+    few = median_estimate([3.0, 1.0, 2.0])
+    assert (few.value, few.ci_low, few.ci_high) == (2.0, 1.0, 3.0)
+
+
 def test_the_ratio_interval_covers_the_ratio_and_cancels_shared_drift():
     random = np.random.default_rng(2)
     estimates, widths_unpaired = [], []

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 
 from hyperion.data.batches import evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.training import Precision, evaluate_images, evaluate_language
+from hyperion.workloads.quality import clustered_mean
 
 FP32, CPU = Precision("fp32", "test"), detect_cpu()
 TOKENS = np.random.default_rng(0).integers(1, 13, 101)
@@ -45,10 +47,31 @@ def test_every_token_is_scored_once_with_its_context(model, stride):
     found = evaluate_language(model, evaluation_windows(TOKENS, 8, stride, prefix_id=0, batch_size=5), FP32, CPU)
     assert found.tokens == 101
     assert found.total_nll_nats == pytest.approx(expected.sum(), rel=1e-6)
-    assert found.standard_error_nats == pytest.approx(expected.std() / math.sqrt(101), rel=1e-4)
+    assert found.independent_error_nats == pytest.approx(expected.std() / math.sqrt(101), rel=1e-4)
+    counts = [
+        int((targets_T != IGNORE_INDEX).sum())
+        for _, targets_BT in evaluation_windows(TOKENS, 8, stride, prefix_id=0)
+        for targets_T in targets_BT
+    ]
+    clustered = clustered_mean(expected, np.repeat(np.arange(len(counts)), counts))
+    assert found.windows == len(counts) and found.interval == pytest.approx((clustered.ci_low, clustered.ci_high), rel=1e-4)
     assert found.loss == pytest.approx(expected.mean(), rel=1e-6)
     assert found.perplexity_token == pytest.approx(math.exp(expected.mean()), rel=1e-5)
     assert found.perplexity_word(40) == pytest.approx(math.exp(expected.sum() / 40), rel=1e-4)
+
+
+def test_tokens_of_a_window_that_say_the_same_count_once():
+    """With equal tokens in each window, the error of the mean is that of the windows, √8 times that of the tokens."""
+
+    class Repeats(torch.nn.Module):
+        def forward(self, inputs_BT, targets_BT):
+            return inputs_BT[:, :1].expand_as(targets_BT) * 0.01
+
+    windows = [(inputs := torch.randint(100, (5, 8)), inputs) for _ in range(40)]
+    found = evaluate_language(Repeats(), windows, FP32, CPU)
+    assert found.standard_error_nats / found.independent_error_nats == pytest.approx(math.sqrt(8 * 200 / 199), rel=1e-6)
+    one = evaluate_language(Repeats(), [(windows[0][0][:1], windows[0][1][:1])], FP32, CPU)
+    assert one.windows == 1 and one.standard_error_nats == one.independent_error_nats == 0
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -18,6 +18,7 @@ import numpy as np
 
 HELD_OUT = 0.05
 ITERATIONS = 50
+_BLOCK_TOKENS = 256
 # Bucket limits of c(v). Rare tokens need more smoothing, so the buckets are narrow where the counts are small.
 BUCKET_EDGES = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536])
 
@@ -30,7 +31,8 @@ class Baseline:
         name: 'unigram' or 'interpolated bigram'.
         total_nll_nats: -ln P in nats, summed over all evaluated tokens.
         tokens: number of evaluated tokens.
-        standard_error_nats: standard error of the mean per token in nats, computed as if tokens were independent.
+        standard_error_nats: standard error of the mean per token in nats. It allows for correlation between the tokens of a block
+            of 256 tokens.
     """
 
     name: str
@@ -72,7 +74,9 @@ def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, 
 
 def _scored(name: str, probabilities: np.ndarray) -> Baseline:
     nll = -np.log(probabilities)
-    return Baseline(name, float(nll.sum()), len(nll), float(nll.std() / np.sqrt(len(nll))))
+    n, blocks = len(nll), np.add.reduceat(nll - nll.mean(), np.arange(0, len(nll), _BLOCK_TOKENS))
+    between = len(blocks) / (len(blocks) - 1) * float(np.sum(blocks**2)) if len(blocks) > 1 else n * float(nll.var())
+    return Baseline(name, float(nll.sum()), n, float(np.sqrt(between)) / n)
 
 
 def _split(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

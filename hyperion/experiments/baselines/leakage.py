@@ -68,12 +68,12 @@ def run(context: Context, report: Report) -> Result:
         scored.loss,
         dtype="fp32",
         n=scored.tokens,
-        ci_low=scored.loss - 1.96 * scored.standard_error_nats,
-        ci_high=scored.loss + 1.96 * scored.standard_error_nats,
+        ci_low=scored.loss - 1.96 * scored.independent_error_nats,
+        ci_high=scored.loss + 1.96 * scored.independent_error_nats,
         limit_source="no limit: ln V bounds the expectation; the check allows a sample 4 standard errors",
         **checked(
             "standard errors below ln V (false alarm 3 in 100,000)",
-            (math.log(options.vocabulary) - scored.loss) / scored.standard_error_nats,
+            (math.log(options.vocabulary) - scored.loss) / scored.independent_error_nats,
             _STANDARD_ERRORS,
         ),
     )

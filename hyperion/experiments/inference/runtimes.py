@@ -56,6 +56,7 @@ from hyperion.measure.clock.clocks import BlockClock, WallClock
 from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
 from hyperion.results import Estimate, Row
+from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
 from hyperion.workloads.datasets import IMAGES, TEXT
 from hyperion.workloads.quality import change_of_quality
 from hyperion.workloads.trained_models import (
@@ -383,7 +384,9 @@ class _Variant:
             device,
             cold=False,
             back_to_back=1,  # synchronize after every call, because a caller waits for the result
-            minimum_samples=max(3, min(self.options.latency_samples, int(self.options.latency_limit_s / one_call_s))),
+            minimum_samples=max(
+                LEAST_FOR_AN_INTERVAL, min(self.options.latency_samples, int(self.options.latency_limit_s / one_call_s))
+            ),
             time_limit_s=self.options.time_limit_s,
         )
         rows = []
@@ -461,7 +464,11 @@ class _Variant:
                     rows.append(self.absent_row("samples_per_s", too_long, **conditions))
                     continue
                 timing = time_function(
-                    lambda x=x: self.call(x), device, cold=False, minimum_samples=3, time_limit_s=time_limit_s / 4
+                    lambda x=x: self.call(x),
+                    device,
+                    cold=False,
+                    minimum_samples=LEAST_FOR_AN_INTERVAL,
+                    time_limit_s=time_limit_s / 4,
                 )
             except torch.OutOfMemoryError as error:
                 rows.append(self.absent_row("samples_per_s", out_of_memory_reason(error), **conditions))

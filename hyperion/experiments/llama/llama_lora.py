@@ -279,6 +279,7 @@ def _loss_rows(
     """
     floor = data.rows.least_loss_nats
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
+    # Both losses are those of the same tokens, so the error of their difference is smaller than this.
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
     decrease = checked(
         "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
@@ -292,8 +293,8 @@ def _loss_rows(
             scored["loss"],
             dtype=dtype,
             n=scored["tokens"],
-            ci_low=scored["loss"] - 1.96 * scored["standard_error_nats"],
-            ci_high=scored["loss"] + 1.96 * scored["standard_error_nats"],
+            ci_low=scored["loss_ci_low"],
+            ci_high=scored["loss_ci_high"],
             params={"model": data.model, "split": "held out", "tokens": "completion", "step": step},
             limit=floor,
             limit_source=source,

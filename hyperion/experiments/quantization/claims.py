@@ -29,6 +29,9 @@ def error_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that no element of a quantised layer has an error above its bound."""
     claims = []
     for row in _known(rows, "relative_difference"):
+        if row.is_unexpected:
+            claims.append((False, f"{row.variant}: {row.value_reason}"))
+            continue
         error, bound = not_none(row.check_error), not_none(row.check_tolerance)
         claims.append((error <= bound, f"{row.variant}, {row.params['what']}: {error:.3g} of its bound"))
     return claims or [(False, "no row of relative_difference has a value")]
@@ -41,6 +44,9 @@ def quality_claims(rows: Sequence[Row]) -> list[Claim]:
     """
     claims = []
     for row in _known(rows, "perplexity_ratio"):
+        if row.is_unexpected:
+            claims.append((False, f"{row.variant}: {row.value_reason}"))
+            continue
         allowed = EIGHT_BITS if _BITS[row.dtype] == 8 else FOUR_BITS
         value = f"{row.value:.4f} ({row.ci_low:.4f} to {row.ci_high:.4f})"
         claims.append((not_none(row.ci_high) <= 1 + allowed, f"{row.variant}: perplexity ratio {value}, allowed {1 + allowed}"))

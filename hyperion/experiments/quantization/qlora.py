@@ -192,8 +192,7 @@ def _train(context: Context, options: QloraOptions, data: FineTuningData, varian
     for step, scored in ((0, start), (options.steps, end)):
         columns = _columns(options, data, step=step, split="held out", tokens="completion")
         columns |= {"limit": None, "limit_source": "no limit: what rows say is not certain"}
-        loss, half = scored["loss"], 1.96 * scored["standard_error_nats"]
-        mean = Estimate(loss, loss - half, loss + half, int(scored["tokens"]))
+        mean = Estimate(scored["loss"], scored["loss_ci_low"], scored["loss_ci_high"], int(scored["tokens"]))
         rows.append(context.row(variant, "validation_loss", mean, dtype=precision.dtype, **columns))
     if adapters:
         changed = float(_sha256(model, layers) != before)

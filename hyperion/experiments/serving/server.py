@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,9 +132,12 @@ def running_server(backend: Backend, folder: Path, dtype: str, device: str, size
 
 @atexit.register
 def close_servers() -> None:
-    """End all servers of this process."""
+    """End all servers of this process. The log of a server that ended normally is deleted."""
     while _running:
-        _running.popitem()[1].close()
+        server = _running.popitem()[1]
+        server.close()
+        if server.front.returncode == 0:
+            shutil.rmtree(server.log.parent, ignore_errors=True)
 
 
 def start_server(backend: Backend, folder: Path, dtype: str, device: str, sizes: ServerSizes) -> Server:

@@ -129,12 +129,12 @@ def run(context: Context, report: Report) -> Result:
     replies, readings = _soak(context, options, server, prompts)
     rows = _soak_rows(context, options, replies, readings, options.growth_bound_bytes)
     report(1, steps, HANG_UPS)
-    rows.append(_hang_up_row(context, options, server, prompts))
+    rows += _rows_or_reason(context, options, HANG_UPS, lambda: [_hang_up_row(context, options, server, prompts)])
     rows.append(_block_row(context, options, server, prompts[options.requests :]))
     report(2, steps, "refused requests")
-    rows += _refusal_rows(context, options, server, prompts)
+    rows += _rows_or_reason(context, options, OVERLOAD, lambda: _refusal_rows(context, options, server, prompts))
     report(3, steps, DRAIN)
-    rows += _drain_rows(context, options, server, prompts)
+    rows += _rows_or_reason(context, options, DRAIN, lambda: _drain_rows(context, options, server, prompts))
     for place, other in enumerate(others):
         report(4 + place, steps, other.backend)
         try:
@@ -150,6 +150,17 @@ def run(context: Context, report: Report) -> Result:
 
 
 EXPERIMENT = Experiment(forecast, run, options=ServerSoakOptions, data=DATA)
+
+
+def _rows_or_reason(context: Context, options: ServerSoakOptions, variant: str, measure: Callable[[], list[Row]]) -> list[Row]:
+    """Return the rows that `measure` returns or, if the server fails, a row with the reason. The rows before it are kept."""
+    import httpx
+
+    try:
+        return measure()
+    except (ServerError, TimeoutError, httpx.HTTPError) as error:
+        reason = f"invalid: {error.what if isinstance(error, ServerError) else f'{type(error).__name__}: {error}'}"
+        return [context.absent_row(variant, "count", reason, dtype=options.dtype, params={"backend": options.backend})]
 
 
 def _tested(options: ServerSoakOptions) -> list[ServerSoakOptions]:
@@ -196,7 +207,11 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
             place = {"backend": options.backend, "requests": len(replies), "time_s": time.perf_counter() - start_s}
             readings.append({**place, "fitted": fitted, **reading})
             if len(replies) % options.hang_up_every == 0:
-                await hang_up(session, endpoint, next(leaving), options.long_tokens)
+                try:
+                    await hang_up(session, endpoint, next(leaving), options.long_tokens)
+                except ServerError as error:  # counts as a failed request
+                    now_s = time.perf_counter()
+                    replies.append(Reply(now_s, now_s, error=error.what))
 
     async def work() -> None:
         async with endpoint.session() as session:
@@ -208,14 +223,24 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
 
 
 async def hang_up(session: "httpx.AsyncClient", endpoint: Endpoint, prompt: str, tokens: int) -> int:
-    """Start an answer, and close the connection after the first text. Return the number of texts that were read, 0 or 1."""
-    async with (
-        asyncio.timeout(endpoint.deadline_s),
-        session.stream("POST", "/v1/completions", json=endpoint.body(prompt, tokens)) as response,
-    ):
-        async for event in events_of(response.aiter_lines()):
-            if any(choice.get("text") for choice in event.get("choices", ())):
-                return 1
+    """Start an answer, and close the connection after the first text. Return the number of texts that were read, 0 or 1.
+
+    Raises:
+        ServerError: the server closed the connection, or sent no text in time.
+    """
+    import httpx
+
+    try:
+        async with (
+            asyncio.timeout(endpoint.deadline_s),
+            session.stream("POST", "/v1/completions", json=endpoint.body(prompt, tokens)) as response,
+        ):
+            async for event in events_of(response.aiter_lines()):
+                if any(choice.get("text") for choice in event.get("choices", ())):
+                    return 1
+    except (TimeoutError, httpx.HTTPError) as error:
+        what = f"a client that hangs up received no text: {type(error).__name__}: {error}"
+        raise ServerError(what, where=endpoint.address, next_step="read the log of the server") from error
     return 0
 
 
@@ -317,7 +342,7 @@ def _block_row(context: Context, options: ServerSoakOptions, server: Server, pro
                 return
             try:
                 begun = await hang_up(session, server.endpoint, prompt, options.long_tokens)
-            except TimeoutError:
+            except ServerError:
                 return  # the server has no free block left
             # A request that the front refuses has no text. It occupied no block, so it does not count.
             started += begun
@@ -416,7 +441,10 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
             return await asyncio.gather(*running), refused
 
     replies, refused = in_event_loop(work)
-    code = server.wait(DRAIN_S + 10)
+    try:
+        code = server.wait(DRAIN_S + 10)
+    except ServerError as error:
+        return [context.absent_row(DRAIN, "count", f"invalid: {error.what}", dtype=options.dtype, params={"streams": streams})]
     took_s = time.perf_counter() - signalled[0]
     finished = sum(not reply.error for reply in replies)
     params = {"what": "running answers that were finished", "streams": streams}

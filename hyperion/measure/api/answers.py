@@ -5,7 +5,6 @@ A result can be printed, drawn as a figure, and converted to a row (`hyperion.re
 
 import functools
 import html
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,12 @@ from hyperion.measure.api.outputs import Difference
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.rows import make_row
-from hyperion.results.statistics import CONFIDENCE
+from hyperion.results.statistics import CONFIDENCE, LEAST_FOR_THE_BOOTSTRAP, order_interval
 from hyperion.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# With fewer samples the bootstrap interval of a median is too narrow.
-LEAST_FOR_THE_BOOTSTRAP = 30
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BINARY = ((1024 * GIB, "Ti"), (GIB, "Gi"), (MIB, "Mi"), (KIB, "Ki"), (1, ""))
@@ -73,18 +70,10 @@ class TimeAnswer(Answer):
     minimum_samples: int = LEAST_SAMPLES
     notes: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def estimate(self) -> Estimate:
-        """Median time of a call in seconds with its 95 % bootstrap interval.
-
-        With fewer than 30 samples, the interval is extended so that it contains the interval between two order statistics (two of
-        the sorted samples), which is valid for any distribution of the samples.
-        """
-        estimate, samples = self.timing.estimate, self.timing.samples_s
-        if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
-            return estimate
-        low, high = _order_interval(samples, CONFIDENCE)
-        return Estimate(estimate.value, min(low, estimate.ci_low), max(high, estimate.ci_high), estimate.n)
+        """Median time of a call in seconds with its 95 % interval (see `hyperion.results.median_estimate`)."""
+        return self.timing.estimate
 
     @property
     def verdict(self) -> str:
@@ -153,7 +142,7 @@ class ComparisonAnswer(Answer):
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
         # Each interval contains its median with a probability of 97.5 %, so the probability that both do is at least 95 %.
-        (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
+        (low_a, high_a), (low_b, high_b) = (order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 
     @property
@@ -256,25 +245,6 @@ def cache_of(timing: Timing) -> str:
 def interval_of(estimate: Estimate) -> dict:
     """Return the row columns n, ci_low and ci_high of an estimate."""
     return {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
-
-
-def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Return a confidence interval of the median, given by two of the sorted samples.
-
-    The interval makes no assumption about the distribution of the samples. It extends from the i-th smallest to the i-th largest
-    sample, where i is the largest number for which the interval contains the median with probability `confidence` or more. If
-    even i = 1 does not reach this probability, the smallest and the largest sample are returned.
-
-    Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
-    """
-    ordered, n = np.sort(samples), len(samples)
-    # The number of samples below the median is binomial with p = 1/2. `outside` is the probability of both tails,
-    # 2·Σ C(n, j) / 2^n over j <= place.
-    outside, place = 2.0 ** (1 - n), 0
-    while place + 1 < n // 2 and outside + math.comb(n, place + 1) * 2.0 ** (1 - n) <= 1 - confidence:
-        place += 1
-        outside += math.comb(n, place) * 2.0 ** (1 - n)
-    return float(ordered[place]), float(ordered[n - 1 - place])
 
 
 def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> list[str]:

@@ -172,11 +172,16 @@ def find_release() -> Path:
     folders = [Path(entry) / "megatron" / "core" for entry in sys.path if entry and not Path(entry).is_relative_to(copies_root())]
     frameworks = data_folder() / "frameworks"
     folders += sorted(frameworks.glob("megatron-core-*/lib/python*/site-packages/megatron/core"))
-    found = next((folder for folder in folders if (folder / "package_info.py").is_file()), None)
-    if found is None:
+    found = [folder for folder in folders if (folder / "package_info.py").is_file()]
+    if not found:
         raise HyperionError("megatron-core is not installed", where="hyperion/parallel/megatron", next_step=INSTALL)
-    require_release(found)
-    return found
+    for folder in found:
+        with contextlib.suppress(HyperionError):
+            require_release(folder)
+            return folder
+    # None has the right version. Report the one that this Python would import.
+    require_release(found[0])
+    return found[0]
 
 
 def why_unavailable() -> str:

@@ -54,3 +54,14 @@ def test_fitted_weights_beat_equal_ones(monkeypatch):
 def test_a_large_vocabulary_of_small_tokens_does_not_overflow():
     train = GENERATOR.integers(50_000, 50_257, 5_000).astype(np.uint16)
     assert np.isfinite(bigram_baseline(train, train[:100], 50_257, 50_256).total_nll_nats)
+
+
+def test_the_error_of_the_mean_allows_for_correlation_between_neighbours():
+    """Each of two tokens follows in runs of 256, so the blocks and not the tokens are independent."""
+    generator = np.random.default_rng(0)
+    text = np.repeat(generator.integers(0, 2, 400), 256)
+    train = np.repeat([0, 0, 0, 1], 2048)
+    repeated = unigram_baseline(train, text, 2)
+    shuffled = unigram_baseline(train, generator.permutation(text), 2)
+    assert repeated.total_nll_nats == pytest.approx(shuffled.total_nll_nats)
+    assert repeated.standard_error_nats == pytest.approx(16 * shuffled.standard_error_nats, rel=0.15)

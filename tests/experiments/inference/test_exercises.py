@@ -1,6 +1,7 @@
 """The exercises on runtimes: the planted bugs are caught, and a right answer passes."""
 
 import numpy as np
+import torch
 
 from hyperion.experiments.inference.exercises import P99_SAMPLES, judge_parity, judge_percentile
 from hyperion.experiments.inference.percentiles import percentile
@@ -32,3 +33,11 @@ def test_a_percentile_of_all_requests_passes():
 
 def test_the_number_of_samples():
     assert P99_SAMPLES.judge(368).lower().startswith("right") and not P99_SAMPLES.judge(100).lower().startswith("right")
+
+
+def test_an_exception_of_the_check_means_different():
+    def my_check(expected, output):
+        torch.testing.assert_close(output, expected)
+        return True
+
+    assert solved(judge_parity(my_check))

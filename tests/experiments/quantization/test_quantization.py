@@ -359,6 +359,11 @@ def test_quality_claims_follow_the_bits():
         Row(value=value, ci_low=value - 0.001, ci_high=value + 0.001, dtype=dtype, **common)
         for value, dtype in ((1.005, "int8"), (1.012, "int8"), (1.012, "nf4"), (1.0195, "nf4"), (1.05, "nf4"))
     ]
+    refused = Row(value=None, value_reason="unexpected: a check failed", dtype="nf4", **common)
+    assert refused.is_unexpected
+    assert quality_claims([refused]) == [(False, "v: unexpected: a check failed")]
+    layer = replace(refused, metric="relative_difference", params={"what": "layer"})
+    assert error_claims([layer]) == [(False, "v: unexpected: a check failed")]
     # The interval of the fourth row contains the limit.
     assert [holds for holds, _ in quality_claims(rows)] == [True, False, True, False, False]
     assert [holds for holds, _ in quality_claims([]) + byte_claims([]) + error_claims([]) + training_claims([])] == [False] * 4

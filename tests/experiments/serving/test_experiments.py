@@ -222,6 +222,33 @@ def test_requests_that_fail_make_the_soak_invalid(tmp_path):
     assert row.value is None and "of 40 requests succeeded; the first error: status 500" in row.value_reason
 
 
+def test_a_server_that_fails_in_one_step_keeps_the_rows_of_the_others(tmp_path, monkeypatch):
+    context = toy_context("server_soak", SOAK, tmp_path)
+    options = server_soak.ServerSoakOptions.of(context)
+
+    def late(timeout_s):
+        raise ServerError("the front did not end within 40 s")
+
+    async def no_text(*args):
+        raise ServerError("a client that hangs up received no text")
+
+    async def hung_up(*args):
+        return 1
+
+    with served_in_this_process() as server:
+        server.drain, server.wait = lambda: None, late
+        monkeypatch.setattr(server_soak, "hang_up", hung_up)
+        (row,) = server_soak._drain_rows(context, options, server, [f"p{i}" for i in range(8)])
+        assert (row.variant, row.value_reason) == (server_soak.DRAIN, "invalid: the front did not end within 40 s")
+        monkeypatch.setattr(server_soak, "hang_up", no_text)
+        replies, _ = server_soak._soak(context, options, server, [f"p{i}" for i in range(60)])
+        assert len(replies) > options.requests and any(reply.error for reply in replies)
+        (row,) = server_soak._rows_or_reason(
+            context, options, server_soak.DRAIN, lambda: server_soak._drain_rows(context, options, server, ["p"] * 8)
+        )
+        assert row.value is None and row.value_reason == "invalid: a client that hangs up received no text"
+
+
 @pytest.mark.process
 def test_a_load_has_percentiles_over_runs(toy, tmp_path):
     toy(first_s=0.02, gap_s=0.01)

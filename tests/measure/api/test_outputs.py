@@ -19,10 +19,10 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import HarnessError
 from hyperion.measure.api import functions, outputs, unfinished_work
-from hyperion.measure.api.answers import _order_interval
 from hyperion.measure.api.outputs import OutputMismatchError, Returned, captured_tensors, difference, element_tolerance
 from hyperion.measure.api.unfinished_work import WorkLeft, require_nothing_left
 from hyperion.results import RowError
+from hyperion.results.statistics import order_interval
 
 CPU = detect_cpu()
 SHORT = {"device": "cpu", "cold": False, "minimum_samples": 5, "time_limit_s": 1.5}
@@ -662,8 +662,8 @@ def test_the_limit_of_explain_ends_its_samples_too():
 
 @pytest.mark.slow
 def test_few_samples_give_the_interval_of_order_statistics_and_say_what_it_holds():
-    assert _order_interval(np.arange(5.0), 0.95) == (0.0, 4.0)
-    assert _order_interval(np.arange(20.0), 0.95) == (5.0, 14.0)  # holds with 95.86 %, by the binomial distribution
+    assert order_interval(np.arange(5.0), 0.95) == (0.0, 4.0)
+    assert order_interval(np.arange(20.0), 0.95) == (5.0, 14.0)  # holds with 95.86 %, by the binomial distribution
     taken = measure.time(lambda: None, device="cpu", cold=False, quick=True)
     for n, says in ((5, True), (6, False)):
         samples = np.array([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])[:n]
@@ -677,7 +677,7 @@ def test_the_intervals_of_few_samples_hold_the_median_as_often_as_they_say(n):
     generator = np.random.default_rng(0)
     held = []
     for _ in range(1000):
-        low, high = _order_interval(generator.lognormal(0, 1, n), 0.95)
+        low, high = order_interval(generator.lognormal(0, 1, n), 0.95)
         held.append(low <= 1 <= high)
     assert np.mean(held) >= 0.935  # 0.95 less two standard errors
 

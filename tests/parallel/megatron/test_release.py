@@ -91,6 +91,24 @@ def test_another_version_is_refused(core):
         adapt(core)
 
 
+def test_a_release_of_the_right_version_is_found_behind_another_one(tmp_path, monkeypatch):
+    def package(folder: Path, version: str) -> Path:
+        core = folder / "megatron" / "core"
+        core.mkdir(parents=True)
+        parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        (core / "package_info.py").write_text("".join(f"{name} = {part}\n" for name, part in parts))
+        return core
+
+    other = package(tmp_path / "site", "0.12.0")
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    with pytest.raises(HyperionError, match=r"megatron-core 0\.12\.0 is installed") as caught:
+        find_release()
+    assert caught.value.where == str(other)
+    wanted = package(tmp_path / "data/frameworks/megatron-core-x/lib/python3.11/site-packages", release.VERSION)
+    assert find_release() == wanted
+
+
 @installed
 def test_the_copy_is_adapted_and_the_installed_package_unchanged(tmp_path, monkeypatch):
     installed_core = find_release()
