@@ -128,6 +128,10 @@ def fp8_format(device: Device) -> str | None:
     return None
 
 
+# First compute capability with tensor cores for the format: Volta, Turing and Ampere. For fp8 it is 8.9 (Ada).
+_FIRST_TENSOR_CORES = {"fp16": 70, "int8": 75, "bf16": 80, "tf32": 80}
+
+
 def gemm_path(dtype_name: str, device: Device) -> str:
     """Return the name of the peak (one of PATHS) that limits a matrix product (GEMM) of this data type on this device.
 
@@ -141,14 +145,25 @@ def gemm_path(dtype_name: str, device: Device) -> str:
     return "fp8" if dtype.startswith("fp8") else dtype
 
 
+def has_matrix_units(device: Device, dtype: str) -> bool:
+    """Return True if the device is a GPU with matrix units for products in "fp16" or "bf16".
+
+    These are tensor cores of NVIDIA GPUs, and MFMA or WMMA instructions of AMD GPUs. Without them, a 16-bit format saves memory
+    but hardly any time.
+    """
+    if device.kind == "cuda":
+        return int(device.arch.removeprefix("sm_")) >= _FIRST_TENSOR_CORES[dtype]
+    # CDNA has MFMA instructions; RDNA 3 and 4 (gfx11, gfx12) have WMMA instructions.
+    return device.kind == "rocm" and (device.arch in _FP32_MATRIX or device.arch.startswith(("gfx11", "gfx12")))
+
+
 def _cuda_supports(device: Device, dtype: str) -> tuple[bool, str]:
     capability = int(device.arch.removeprefix("sm_"))
     if dtype in ("fp64", "fp32"):
         return True, "native"
     if dtype in FP8_FNUZ:
         return False, "fnuz fp8 formats exist on AMD CDNA 3 only; NVIDIA GPUs multiply float8_e4m3fn and float8_e5m2"
-    # First compute capability with tensor cores for the format: Volta, Turing, Ampere, and Ada (8.9) for fp8.
-    first = {"fp16": 70, "int8": 75, "bf16": 80, "tf32": 80}.get(dtype, 89)
+    first = _FIRST_TENSOR_CORES.get(dtype, 89)
     if capability >= first:
         return True, f"tensor cores of {device.arch}"
     if dtype in ("fp16", "bf16") and capability >= 53:
@@ -158,8 +173,7 @@ def _cuda_supports(device: Device, dtype: str) -> tuple[bool, str]:
 
 def _rocm_supports(device: Device, dtype: str) -> tuple[bool, str]:
     arch = device.arch
-    # CDNA has MFMA instructions; RDNA 3 and 4 (gfx11, gfx12) have WMMA instructions.
-    matrix = arch in _FP32_MATRIX or arch.startswith(("gfx11", "gfx12"))
+    matrix = has_matrix_units(device, "bf16")
     if dtype in ("fp64", "fp32"):
         return True, "native"
     if dtype == "tf32":

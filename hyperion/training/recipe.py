@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hyperion.checkpoints import CheckpointError
 from hyperion.errors import HyperionError, require_number, require_seed
 from hyperion.hardware import Device
+from hyperion.hardware.device import has_matrix_units
 from hyperion.measure import FORMATS, matmul_precision
 from hyperion.parallel import is_sharded
 
@@ -306,7 +307,7 @@ def _automatic(device: Device) -> Precision:
     possible, how = device.supports("bf16")
     if device.kind == "cpu":
         return Precision("fp32", "the reference precision of a CPU")
-    if not possible or how.startswith(("without", "no ")):
+    if not possible or not has_matrix_units(device, "bf16"):
         return Precision("fp32", f"bf16 would not be faster: {how}")
     return Precision("bf16", how)
 

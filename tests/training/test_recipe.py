@@ -98,6 +98,8 @@ def gpu(kind, arch):
         (gpu("cuda", "sm_90"), "bf16", "tensor cores of sm_90"),
         (gpu("cuda", "sm_70"), "fp32", "would not be faster"),
         (gpu("rocm", "gfx90a"), "bf16", "matrix instructions of gfx90a"),
+        (gpu("rocm", "gfx1100"), "bf16", "matrix instructions of gfx1100"),
+        (gpu("rocm", "gfx1030"), "fp32", "would not be faster"),
         (CPU, "fp32", "reference precision"),
     ],
 )
