@@ -178,13 +178,13 @@ class Result:
 
     Args:
         rows: one row for each measured value. They are validated when they are stored.
-        samples: raw samples and curves from which the rows were computed.
+        samples: raw samples and curves from which the rows were computed; empty if there are none.
         source: data source that the experiment used, or "" if it used no data set.
         replayed_from: reference machine that measured the rows, or "" if this machine measured them.
     """
 
     rows: list[Row]
-    samples: pd.DataFrame
+    samples: pd.DataFrame = field(default_factory=pd.DataFrame)
     source: str = ""
     replayed_from: str = ""
 

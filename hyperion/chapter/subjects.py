@@ -111,7 +111,10 @@ def subjects() -> tuple[Subject, ...]:
     found = [Subject(path.name, f"{_BUILT_IN}.{path.name}", path) for path in sorted(own.iterdir()) if _is_package(path)]
     # Sorted by name, because the order of entry points depends on the installation.
     found += [_installed(point.value) for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]
-    found += [_at_path(Path(text)) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    places = [Path(text).expanduser().absolute() for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    if places:  # notebooks and worker processes have other working folders
+        os.environ[VARIABLE] = os.pathsep.join(map(str, places))
+    found += [_at_path(place) for place in places]
     by_name: dict[str, Subject] = {}
     for subject in found:
         other = by_name.setdefault(subject.name, subject)

@@ -15,6 +15,7 @@ from hyperion.checkpoints.folders import (
     require_writable,
     save,
     saving,
+    sole_use,
     verify,
 )
 from hyperion.checkpoints.sharded import agreed, gathered, on_rank_0, rank_and_size, read_sharded, write_sharded
@@ -41,6 +42,7 @@ __all__ = [
     "require_writable",
     "save",
     "saving",
+    "sole_use",
     "verify",
     "write_sharded",
     "write_state",

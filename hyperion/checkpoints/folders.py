@@ -9,6 +9,7 @@ the files. An error on one rank is raised on all ranks.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -130,8 +131,8 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
     the existing checkpoints are unchanged. After the rename, the new checkpoint and the newest `keep - 1` other checkpoints
     remain. No other folders are removed: a folder is a checkpoint only if its name and its manifest contain the same step.
 
-    Only one run at a time may use a folder of checkpoints, because `saving` removes unfinished folders, which remain when a
-    process is killed while it saves.
+    Only one run at a time may use a folder of checkpoints (see `sole_use`), because `saving` removes unfinished folders, which
+    remain when a process is killed while it saves.
 
     Inside the block each rank writes its own files. If code in the block can fail on one rank while other ranks enter a
     collective, call this code through `agreed`, as write_sharded does. Otherwise the other ranks would wait forever.
@@ -173,6 +174,34 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
             # folder.
             shutil.rmtree(new, ignore_errors=True)
         raise
+
+
+@contextmanager
+def sole_use(folder: Path) -> Iterator[None]:
+    """Context manager that locks a folder of checkpoints, which exists, for this run. All ranks must enter it.
+
+    Raises:
+        CheckpointError: another run uses the folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY) if rank_and_size()[0] == 0 else None
+
+    def lock() -> None:
+        assert descriptor is not None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                "another training uses this folder", where=folder, next_step="wait until it has ended, or choose another folder"
+            ) from error
+        except OSError:  # some cluster file systems have no such locks
+            pass
+
+    try:
+        on_rank_0(lock)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # frees the lock
 
 
 def require_writable(folder: Path) -> None:
@@ -234,7 +263,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints can be used; the problem of the newest one: {refused[0].what}",
             where=refused[0].where,
-            next_step=f"restore {folder} from a copy, or remove this folder to train from the beginning",
+            next_step=refused[0].next_step or f"restore {folder} from a copy, or choose another folder",
         )
     return None
 

@@ -36,7 +36,17 @@ from hyperion.reproduce.lanes import Lanes, Place
 from hyperion.reproduce.machine import MachineProfile, examine_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
 from hyperion.reproduce.publishing import export_subjects, notebook_files, require_page_templates
-from hyperion.reproduce.runs import REPLAY, Entry, Ledger, Request, claimed_run, require_mirror, setting_of, why_not_continued
+from hyperion.reproduce.runs import (
+    REPLAY,
+    Entry,
+    Ledger,
+    Request,
+    claimed_run,
+    require_mirror,
+    require_reference,
+    setting_of,
+    why_not_continued,
+)
 from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW, executed, unexpected
 
@@ -78,6 +88,7 @@ def reproduce(request: Request, *, machine: MachineProfile | None = None, consol
             root = project_root()
             chosen = select(read_book(root), request.only)
             require_mirror(request)
+            require_reference(request)
             if os.environ.get(OPTIMIZE) or sys.flags.optimize:
                 notice = f"NOTICE: {OPTIMIZE} removes assert statements. Notebooks and their workers run without this variable."
                 console.print(notice, markup=False, highlight=False, soft_wrap=True)
@@ -143,6 +154,7 @@ class _Call:
         self.lanes, self.freshness = Lanes(machine.masks), Freshness(request, machine, ledger)
         self.started: dict[str, _StartedNotebook] = {}
         self.lines: dict[str, TableLine] = {}
+        self.too_long_s: list[float] = []  # expected seconds of the notebooks that did not fit into the time budget
         self.announced: set[tuple[str, ...]] = set()  # announcements of data sources that this call has printed
 
     def run(self, chosen: list[Notebook], continued: bool, why_new: str) -> int:
@@ -357,7 +369,11 @@ class _Call:
         outputs = {"report": "report.html", "executed notebooks": "notebooks"}
         there = {what: name for what, name in outputs.items() if (self.run_store.folder / name).exists()}
         self._print("   ".join([f"results: {folder}", *(f"{what}: {folder}/{name}" for what, name in there.items())]))
-        if code != FINISHED:
+        if self.too_long_s and not self.started:
+            least = format_duration(min(self.too_long_s))
+            why = f"no chapter fits into this time budget: the shortest of the remaining ones takes about {least}"
+            self._print(f"not finished; {why}")
+        elif code != FINISHED:
             self._print("not finished; the same command continues where this call ended")
         return code
 
@@ -370,6 +386,7 @@ class _Call:
         if left > 0:
             duration, rest = format_duration(expected), format_duration(left)
             display.say(f"{notebook.stem}: not started, because it takes about {duration} and the budget has {rest} left")
+            self.too_long_s.append(expected)
         return False
 
     def _line(self, status: str, notebook: Notebook, note: str = "") -> TableLine:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hyperion.chapter.subjects import module_of
 from hyperion.dependencies import files_hash, imported_modules, json_hash, reached_files
 from hyperion.engines.environments import ENVIRONMENTS, absent_environments
-from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder, results_folder
 from hyperion.reproduce.execution import NotebookFailure
 from hyperion.reproduce.machine import MachineProfile
@@ -203,21 +202,12 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Args:
         notebook: the notebook to replay.
         machine: name of a reference machine. None takes the first machine that has results of the notebook.
-
-    Raises:
-        HyperionError: there is no reference run of this machine.
     """
     # Imported here, because they load PyTorch, which only replays need.
     from hyperion.chapter.profiles import reference_runs
     from hyperion.chapter.subjects import experiment_named, subject_of
 
     machines = [run.folder.name for run in reference_runs()]
-    if machine is not None and machine not in machines:
-        raise HyperionError(
-            f"there is no reference run of {machine!r}",
-            where=reference_folder(),
-            next_step=f"use REPLAY_OF= with one of: {', '.join(machines) or 'there is none yet'}",
-        )
     for name in [machine] if machine else machines:
         run = Run.open(reference_folder() / name)
         stored = run.experiments()

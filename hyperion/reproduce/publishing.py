@@ -27,7 +27,7 @@ from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
-from hyperion.reproduce.runs import Ledger
+from hyperion.reproduce.runs import REPLAY, Ledger, in_use
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import LEDGER, unexpected_in
 from hyperion.results.store import checked_name
@@ -311,10 +311,12 @@ def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True)
         The new reference folder, and the names of the pages that were omitted because of the size limit.
 
     Raises:
-        HyperionError: the run was edited, a file contains a local path, or the run is too large even without pages.
+        HyperionError: the run was edited, is still in use, is a replay or has no rows, a file contains a local path, or the run
+            is too large even without pages.
     """
     folder = folder or reference_folder()
     target = folder / checked_name(name)
+    _require_own_results(run)
     unfinished = _unfinished(run)
     failed = [stem for stem, status in unfinished.items() if status == "failed"]
     contents, left_out = _choose_files(run, folder, target, failed, pages)
@@ -331,6 +333,19 @@ def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return target, left_out
+
+
+def _require_own_results(run: Run) -> None:
+    if in_use(run.folder):
+        raise HyperionError("a running call uses this run", where=run.folder, next_step="publish it when the call has ended")
+    if run.information().get("profile") == REPLAY:
+        raise HyperionError(
+            "this run is a replay: its rows are those of another machine",
+            where=run.folder,
+            next_step="publish a run that measured: hyperion reproduce --profile smoke, full or study",
+        )
+    if not run.rows():
+        raise HyperionError("this run has no rows", where=run.folder, next_step="measure first: hyperion reproduce")
 
 
 def room_for(size: int, folder: Path, target: Path) -> int:

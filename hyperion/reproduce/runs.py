@@ -15,7 +15,7 @@ from typing import Any, cast
 from hyperion.errors import HyperionError
 from hyperion.forms import read_form
 from hyperion.locks import FileLock
-from hyperion.paths import expanded
+from hyperion.paths import expanded, reference_folder
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.results import Run, StoreError, new_run_folder
 from hyperion.results.execution import LEDGER
@@ -80,6 +80,29 @@ def require_mirror(request: Request) -> None:
     if not expanded(named).is_dir():
         remedy = f"correct {_MIRROR}, or unset it to use the cache, a download or synthetic data"
         raise HyperionError(f"{_MIRROR} names no folder", where=named, next_step=remedy)
+
+
+def require_reference(request: Request) -> None:
+    """If the request names a reference machine, check that it replays and that the machine exists. Called before anything runs.
+
+    Raises:
+        HyperionError: the request does not replay, or there is no such reference.
+    """
+    if request.replay_of is None:
+        return
+    if request.profile != REPLAY:
+        raise HyperionError(
+            f"the profile {request.profile} measures, so it replays no reference",
+            where=f"replay_of={request.replay_of}",
+            next_step=f"use PROFILE={REPLAY}, or leave REPLAY_OF out",
+        )
+    known = sorted(path.parent.name for path in reference_folder().glob("*/run.json"))
+    if request.replay_of not in known:
+        raise HyperionError(
+            f"there is no reference run of {request.replay_of!r}",
+            where=reference_folder(),
+            next_step=f"use REPLAY_OF= with one of: {', '.join(known) or 'there is none yet'}",
+        )
 
 
 def setting_of(request: Request, machine: MachineProfile) -> dict:

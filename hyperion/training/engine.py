@@ -155,6 +155,7 @@ class TorchEngine(ABC):
         micro_batches: int = 1,
     ):
         _check_arguments(schedule, clip_norm, micro_batches, type(self).__name__)
+        _check_optimizer(model, optimizer, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
         self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
@@ -529,6 +530,22 @@ def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where:
             f"clip_norm is {clip_norm!r}, which is not a number above 0", "pass a number above 0, or math.inf to disable clipping"
         )
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Check that the optimizer trains every parameter that has gradients.
+
+    A step sets only the optimizer's gradients to zero. The gradients of other parameters would grow from step to step, and
+    clipping would count them.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held]
+    if left_out:
+        raise HyperionError(
+            f"the optimizer does not have {len(left_out)} parameters of the model that need gradients, such as {left_out[0]}",
+            where=where,
+            next_step="make the optimizer from the parameters of this model, and freeze the others with requires_grad_(False)",
+        )
 
 
 def _two_tensors(batch: Any, names: str, device: Device) -> tuple[Tensor, Tensor]:

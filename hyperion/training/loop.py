@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable
+from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable, sole_use
 from hyperion.checkpoints.states import to_tree
 from hyperion.errors import HyperionError, require_number
 from hyperion.parallel import DesyncError
@@ -258,7 +258,8 @@ def train(
         DesyncError: a replicated parameter differs between ranks. The error is raised on all ranks. It names the parameter and
             the steps between which the ranks diverged.
         CheckpointError: no checkpoint in the folder can be used, or a checkpoint cannot be written. Before the first step, the
-            error is also raised if the folder is not writable or the state of the loader cannot be stored.
+            error is also raised if the folder is not writable, if another training uses it, or if the state of the loader cannot
+            be stored.
     """
     with StopFlag() as stop:
         return _Run(engine, batches, plan, validation, folder, on_epoch, stop, report).run()
@@ -339,8 +340,13 @@ class _Run:
         self.steps_in_epoch = 0
 
     def run(self) -> History:
-        if self.folder is not None:
-            require_writable(self.folder)
+        if self.folder is None:
+            return self.run_to_the_end()
+        require_writable(self.folder)
+        with sole_use(self.folder):
+            return self.run_to_the_end()
+
+    def run_to_the_end(self) -> History:
         self.restore()
         # `steps_in_epoch` is not 0 if a run was stopped between the last step of an epoch and its evaluation. Then no batch is
         # left, but the epoch must be finished.

@@ -226,6 +226,11 @@ def test_a_mistake_in_a_subject_is_named(toy, tmp_path, name, old, new, says):
 
 
 @pytest.mark.slow
+def test_a_relative_path_is_that_of_the_folder_in_which_the_command_was_started(toy, tmp_path):
+    reproduce(tmp_path, {"HYPERION_SUBJECTS": os.path.relpath(toy, ROOT)})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["missing", "site", "site/toy/doubling.py"])
 def test_a_path_that_is_no_subject_is_named(toy, tmp_path, value):
     done = hyperion(tmp_path, {"HYPERION_SUBJECTS": str(tmp_path / value)}, "reproduce", "--only", "01_toy")

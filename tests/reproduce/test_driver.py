@@ -389,6 +389,8 @@ def test_the_time_budget_stops_before_a_notebook_and_within_one(root):
     write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
     code, text = call(time_budget_s=4.0)
     assert code == 3 and "not started, because it takes about 5 s" in text and "unfinished" in text
+    assert "no chapter fits into this time budget: the shortest of the remaining ones takes about 5 s" in text
+    assert "the same command continues" not in text
     notebook = root / "phase1_hardware/01_first.ipynb"
     notebook.write_text(notebook.read_text().replace('"smoke": 5', '"smoke": 0.1'))
     code, text = call(time_budget_s=0.5)
@@ -414,8 +416,12 @@ def test_replay_skips_what_no_reference_holds_and_says_so(root):
     machine = MachineProfile("replay", {"sizes": {}}, MACHINE.setting, {"profile": "replay"})
     code, text = call(machine, profile="replay")
     assert code == 0 and text.count("skipped") >= 4 and "no rows of this chapter in the reference runs (none)" in text
+    before = sorted((root / "results").iterdir())
     with pytest.raises(HyperionError, match="no reference run of 'h900'"):
         call(machine, profile="replay", replay_of="h900")
+    with pytest.raises(HyperionError, match="the profile smoke measures, so it replays no reference"):
+        call(profile="smoke", replay_of="h900")
+    assert sorted((root / "results").iterdir()) == before
 
 
 @pytest.mark.book

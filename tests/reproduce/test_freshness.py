@@ -9,6 +9,7 @@ from hyperion import dependencies
 from hyperion.errors import HyperionError
 from hyperion.reproduce.freshness import Freshness, hashed_inputs, library_modules, reference_for, rows_digest
 from hyperion.reproduce.notebooks import read_notebook
+from hyperion.reproduce.runs import Request, require_reference
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook
 
@@ -45,7 +46,7 @@ def test_a_reference_published_again_is_another_one_if_anything_replayed_differs
 def test_a_named_machine_without_them_gives_the_reason_and_an_unknown_one_is_an_error(checkout):
     assert reference_for(checkout, "b_half") == (None, "no rows of this chapter in the reference run (b_half)")
     with pytest.raises(HyperionError, match="no reference run of 'd'") as caught:
-        reference_for(checkout, "d")
+        require_reference(Request(profile="replay", replay_of="d"))
     assert "a_empty, b_half, c_whole" in caught.value.next_step
 
 

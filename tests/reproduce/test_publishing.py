@@ -11,6 +11,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from hyperion.errors import HyperionError
+from hyperion.locks import FileLock
 from hyperion.reproduce import publishing
 from hyperion.reproduce.notebooks import read_notebook
 from hyperion.reproduce.publishing import (
@@ -230,6 +231,21 @@ def test_a_path_of_the_machine_or_an_edited_file_is_refused_and_the_old_referenc
     with pytest.raises(HyperionError, match="edited"):
         publish(run, "h100", tmp_path / "reference")
     Run.open(folder).verify()
+
+
+def test_only_a_finished_measurement_of_this_machine_becomes_a_reference(run, tmp_path):
+    replay = Run.create(tmp_path / "replay", {"profile": "replay"})
+    replay.record("01_x", "counting", run.rows(), pd.DataFrame({"x": [1.0]}), input_hash="h")
+    with pytest.raises(HyperionError, match="a replay: its rows are those of another machine"):
+        publish(replay, "mine", tmp_path / "reference")
+    with pytest.raises(HyperionError, match="has no rows"):
+        publish(Run.create(tmp_path / "empty", {"profile": "smoke"}), "mine", tmp_path / "reference")
+    lock = FileLock(run.folder / ".driver.lock")
+    assert lock.acquire()
+    with pytest.raises(HyperionError, match="a running call uses this run"):
+        publish(run, "mine", tmp_path / "reference")
+    lock.release()
+    assert not (tmp_path / "reference").exists()
 
 
 def test_a_name_that_is_no_folder_name_is_refused(run, tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.errors import HyperionError
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import ImageEngine, Precision, WarmupCosine, sgd_nesterov
@@ -48,6 +49,19 @@ def test_one_step_is_clipped_adamw_at_the_scheduled_rate():
         clipped = q.grad * scale
         expected = q * (1 - metrics.learning_rate * decay) - metrics.learning_rate * clipped / (clipped.abs() + 1e-8)
         torch.testing.assert_close(p, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_without_some_parameters_of_the_model_is_refused():
+    model = resnet18(width=4)
+    rest = (WarmupCosine(0.1, 2, 10), Precision("fp32", "test"), detect_cpu())
+    with pytest.raises(HyperionError, match="the optimizer does not have 62 parameters of the model"):
+        ImageEngine(model, sgd_nesterov(resnet18(width=4), 0.1), *rest)
+    *_, head = model.children()
+    with pytest.raises(HyperionError, match="the optimizer does not have 60 parameters .*, such as conv1.weight"):
+        ImageEngine(model, torch.optim.SGD(head.parameters(), 0.1), *rest)
+    model.requires_grad_(False)
+    head.requires_grad_(True)
+    assert ImageEngine(model, torch.optim.SGD(head.parameters(), 0.1), *rest)
 
 
 def test_a_step_trains_a_model_that_was_left_in_evaluation():

@@ -56,6 +56,18 @@ def test_the_history_holds_every_step_and_epoch(whole):
     assert history.item == "token"
 
 
+def test_two_trainings_cannot_use_one_folder(tmp_path):
+    began = []
+
+    def second(record):
+        with pytest.raises(CheckpointError, match="another training uses this folder"):
+            train(small_engine(), small_batches(), TrainingPlan(steps=2), folder=tmp_path)
+        began.append(record)
+
+    train(small_engine(), small_batches(), TrainingPlan(steps=2), folder=tmp_path, on_epoch=[second])
+    assert began and train(small_engine(), small_batches(), TrainingPlan(steps=2), folder=tmp_path)
+
+
 def test_the_same_seed_gives_the_same_losses(whole):
     assert train(small_engine(), small_batches(), TrainingPlan(steps=STEPS)).losses == whole[0].losses
 
