@@ -229,11 +229,18 @@ def verify(run: RunName = "latest") -> None:
 
 @app.command()
 def report(run: RunName = "latest") -> None:
-    """Write the report of a run: one HTML page with tables and pictures. The report is made only from the rows of the run."""
+    """Write the report of a run: one HTML page with tables and pictures. The report is made only from the rows of the run.
+
+    The report of a reference is written to the folder of the results, because references are in git and have a page of their own.
+    """
     from hyperion.book import write_report
+    from hyperion.paths import reference_folder, results_folder
     from hyperion.results import Run, find_run
 
-    say(f"report: {write_report(Run.open(find_run(run)))}")
+    store = Run.open(find_run(run))
+    is_reference = store.folder.resolve().parent == reference_folder().resolve()
+    page = results_folder() / f"report-{store.folder.name}.html" if is_reference else None
+    say(f"report: {write_report(store, page=page)}")
 
 
 @app.command()

@@ -23,6 +23,7 @@ from hyperion.figures.published import published_bandwidth, published_baseline, 
 from hyperion.figures.tables import escaped, html
 from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
+from hyperion.results.files import write_atomically
 from hyperion.results.store import stored_references
 
 REPORT = "report.html"
@@ -30,15 +31,21 @@ REPORT = "report.html"
 _PNG_WIDTH = slice(16, 20)
 
 
-def write_report(run: Run, material: Material | None = None) -> Path:
-    """Write report.html to the folder of the run, and return its path.
+def write_report(run: Run, material: Material | None = None, page: Path | None = None) -> Path:
+    """Write the report of a run, and return its path.
 
     Args:
         run: the run.
         material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
+        page: the file. None means report.html in the folder of the run.
     """
-    run.write({REPORT: report_page(material or Material(run)).encode()})
-    return run.folder / REPORT
+    content = report_page(material or Material(run)).encode()
+    if page is None:
+        run.write({REPORT: content})
+        return run.folder / REPORT
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, content)
+    return page
 
 
 def report_page(material: Material) -> str:

@@ -211,8 +211,8 @@ class Chapter:
         if busy:
             print(
                 f"WARNING: other processes used more than a tenth of the cores while {experiment} was measured. Times in "
-                f"{busy} of its rows are too long. Measure again on an idle machine in a new run: RUN=new, or output = None in a "
-                "notebook."
+                f"{busy} of its rows are too long. Measure again on an idle machine in a new run: RUN=new with `make reproduce`, "
+                "output = None in a notebook, another name with `hyperion launches`."
             )
         return result
 

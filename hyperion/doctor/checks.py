@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from hyperion import compat
+from hyperion.data.prepare.catalog import names_in_mirror
 from hyperion.data.store.folders import DataError, DataUnavailable, cache_root
 from hyperion.data.store.sources import FETCH_HINT, mirror_root
 from hyperion.errors import HyperionError
@@ -233,10 +234,10 @@ def check_data_source(mirror: Callable[[], Path] = mirror_root, cache: Path | No
     """Check that real data sets are available, either in a mirror folder or in the cache that `make fetch` fills."""
     try:
         root = mirror()
-        if any(root.iterdir()):
-            return CheckResult("data_source", "ok", f"mirror {root}")
+        if names := names_in_mirror(root):
+            return CheckResult("data_source", "ok", f"mirror {root} holds {', '.join(names)}")
         return CheckResult(
-            "data_source", "fail", f"the mirror {root} is empty", "copy the data there, or unset HYPERION_DATA_MIRROR"
+            "data_source", "fail", f"the mirror {root} holds no data set", "copy the data there, or unset HYPERION_DATA_MIRROR"
         )
     except DataError as error:
         if not isinstance(error, DataUnavailable):

@@ -14,12 +14,14 @@ from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from hyperion.book import report
 from hyperion.book.export import export_run, reference_readme
 from hyperion.book.outline import banner, headlines, picture, sections
 from hyperion.book.plots import all_plots, draw, results_folder
 from hyperion.book.report import comparison_table, reference_machines, report_page, write_report
+from hyperion.cli import app
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material, Plot
 from hyperion.figures.style import styled
@@ -129,6 +131,16 @@ def test_a_fault_of_a_figure_is_an_error_where_no_value_was_refused(material, mo
     assert str(fault.value.where).rpartition(":")[0] == __file__
     assert draw("gemm", with_refused_values(material, every=False)) is None
     assert capsys.readouterr().out.startswith("WARNING: no figure 'gemm'")
+
+
+def test_the_report_of_a_reference_changes_no_file_of_the_reference(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_RESULTS", str(tmp_path / "results"))
+    folder = reference_folder() / "h100-precision"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    done = CliRunner().invoke(app, ["report", "h100-precision"])
+    page = tmp_path / "results/report-h100-precision.html"
+    assert done.exit_code == 0 and page.is_file() and "NVIDIA H100" in page.read_text("utf-8")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -142,10 +142,14 @@ def no_mirror():
 
 
 def test_a_filled_mirror_is_found(tmp_path, monkeypatch):
-    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "notes").mkdir()
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path))
     result = checks.check_data_source()
-    assert (result.status, result.evidence) == ("ok", f"mirror {tmp_path}")
+    assert (result.status, result.evidence) == ("fail", f"the mirror {tmp_path} holds no data set")
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "instructions.json").write_text("[]")
+    result = checks.check_data_source()
+    assert (result.status, result.evidence) == ("ok", f"mirror {tmp_path} holds wikitext-2, instructions")
 
 
 @pytest.mark.parametrize("made", [True, False])

@@ -100,6 +100,12 @@ _CHECKSUMS: dict[str, Callable[[Path], Checksums]] = {
 }
 
 
+def names_in_mirror(root: Path) -> list[str]:
+    """Return the names of the data sets of which a mirror has files. The files are not read."""
+    names = (wikitext2.FOLDER, tokenizer.FOLDER, cifar10.FOLDER, instructions.FOLDER)
+    return [name for name in names if _files_of(name, root, "mirror") is not None]
+
+
 def _files_of(name: str, root: Path, place: str) -> Path | None:
     """Return the folder or archive of a data set, or None if there is none."""
     if name == cifar10.FOLDER:
