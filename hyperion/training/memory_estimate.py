@@ -364,7 +364,7 @@ class _KernelBytes:
 
     def __call__(self, operator: Any, arguments: tuple) -> int:
         name = operator._schema.name
-        if "scaled_dot_product" in name and name.endswith(("_backward", "_backward_for_cpu")):
+        if "scaled_dot_product" in name and name.endswith("_backward"):
             # Flash attention allocates the gradient of the queries in float32, and one more float32 value per query.
             # The first argument of the backward operator is the gradient of the output.
             query = arguments[1]
