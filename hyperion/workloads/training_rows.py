@@ -294,7 +294,7 @@ def step_ceiling(
     Returns:
         (tokens or images per second, how they were computed), or (None, reason) if this run has measured no rates.
     """
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    gemm, stream = context.best_gemm(dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None, NO_CEILINGS
     tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)

@@ -196,7 +196,7 @@ def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int,
     """
     params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
     items = training.items("weak", ranks)
-    gemm, busbw = context.best_upstream("gemm_tflops", dtype), _best_busbw(context)
+    gemm, busbw = context.best_gemm(dtype), _best_busbw(context)
     estimate, basis = None, "no estimate: this run has not measured products and collectives (chapters 1.1 and 1.3)"
     if ranks == 1:
         basis = "no estimate: this machine has one device"
