@@ -62,7 +62,7 @@ class Context:
             RowError: rows do not have one of the columns.
         """
         if isinstance(value, Estimate):
-            columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
+            columns = value.columns | columns
             value = value.value
         place = {"notebook": self.notebook, "experiment": self.experiment, "variant": variant, "metric": metric}
         return make_row(**place, value=value, **columns)
