@@ -4,7 +4,6 @@ A launch is one run of the experiments in new processes. The headlines in docs/h
 with intervals. The launches of one call are the runs results/<name>/1, results/<name>/2, ….
 """
 
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hyperion.hardware import detect
 from hyperion.paths import project_root, reference_folder
 from hyperion.processes import Job, run_job
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.publishing import replace_folder, require_no_machine_paths, room_for
+from hyperion.reproduce.publishing import require_no_machine_paths, room_for, staged_reference
 from hyperion.results import Run
 from hyperion.results.store import checked_name
 
@@ -138,18 +137,11 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
                 next_step="remove one of them",
             )
     room_for(sum(len(content) for files in contents.values() for content in files.values()), folder, target)
-    staged = folder / f".{name}.new"
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
+    with staged_reference(target) as staged:
         for number, files in contents.items():
             Run(staged / number).write(files)
         runs = [Run.open(staged / number) for number in contents]
         (staged / "README.md").write_text(launches_page(name, runs), encoding="utf-8")
-        for lock in staged.glob("*/.*lock"):
-            lock.unlink()
-        replace_folder(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     return target
 
 
