@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 @contextlib.contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that sets environment variables, and afterwards restores their earlier values. Child processes inherit them."""
+    """Context manager that sets environment variables and then restores their earlier values. Child processes inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -83,9 +83,11 @@ def missing_compiler(device: Device) -> str:
 @contextlib.contextmanager
 def cold_caches() -> Iterator[Path]:
     """Context manager in which Inductor and Triton use empty caches in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="hyperion-compile-", ignore_cleanup_errors=True) as folder:
-        with variables_set({_INDUCTOR_CACHE: folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}):
-            yield Path(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix="hyperion-compile-", ignore_cleanup_errors=True) as folder,
+        variables_set({_INDUCTOR_CACHE: folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}),
+    ):
+        yield Path(folder)
 
 
 def probe_vector_instructions(device: Device, folder: Path) -> None:
