@@ -5,7 +5,6 @@ of the throughput. Engines are compared by timing their steps in alternation: A 
 other, changes of the device's clock and temperature would distort the comparison.
 """
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Timing, Verification, time_function, time_interleaved
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
+from hyperion.measure.memory_use.allocation import release_memory
 from hyperion.models import ModelFlops
 from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
@@ -428,10 +428,7 @@ def memory_released() -> Iterator[None]:
     try:
         yield
     finally:
-        # Engines may be part of reference cycles. Free their tensors here, before the allocator returns its cached blocks.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
 
 def _params(work: Workload, contender: Contender) -> dict:
