@@ -67,7 +67,9 @@ def _runs_in(folders: list[Path]) -> list[Path]:
 
     The pattern `results/reference/*` also matches folders of launches and of comparisons, which are not runs.
     """
-    runs = [folder for folder in folders if not folder.is_dir() or (folder / "run.json").exists()]
+    from hyperion.results import is_run
+
+    runs = [folder for folder in folders if not folder.is_dir() or is_run(folder)]
     for folder in folders:
         if folder not in runs:
             print(f"left out: {folder} is not a run", file=sys.stderr)
