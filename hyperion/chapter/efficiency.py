@@ -8,9 +8,9 @@ low. It comes from a curve that gives the time of a call:
 The traffic is the number of bytes that the call reads and writes. For small arrays and matrices, the rate is low because of the
 overhead. For large ones, it approaches a constant share of the ceiling.
 
-The curves in efficiency.toml are fitted to reference runs (`hyperion.chapter.efficiency_fit`). A curve is used only on devices of
-the same architecture. If a run has its own rows of square products or memory streams, its later predictions use a curve fitted to
-these rows instead. A prediction's interval contains the measured rate in about 80 % of cases.
+The curves in efficiency.toml are fitted to reference runs (`hyperion.commands.efficiency_fit`). A curve is used only on devices
+of the same architecture. If a run has its own rows of square products or memory streams, its later predictions use a curve fitted
+to these rows instead. A prediction's interval contains the measured rate in about 80 % of cases.
 """
 
 import functools

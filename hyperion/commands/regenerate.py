@@ -20,7 +20,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, such as resul
 @app.command()
 def curves(runs: Runs) -> None:
     """Fit the curves that predict rates. They are fitted to reference runs and written to hyperion/chapter/efficiency.toml."""
-    from hyperion.chapter.efficiency_fit import write_curves
+    from hyperion.commands.efficiency_fit import write_curves
 
     path, count = write_curves(_runs_in(runs))
     print(f"{count} curves in {path}")
@@ -29,7 +29,7 @@ def curves(runs: Runs) -> None:
 @app.command()
 def predictions(runs: Runs) -> None:
     """Print docs/predictions.md: the errors of the predictions, and the coverage of their intervals."""
-    from hyperion.chapter.efficiency_fit import Reference, score_page
+    from hyperion.commands.efficiency_fit import Reference, score_page
 
     print(score_page([Reference.open(folder) for folder in _runs_in(runs)]), end="")
 
