@@ -67,11 +67,6 @@ class Subject:
         names = [name for name in self.modules if name not in _NOT_EXPERIMENTS]
         return [name for name in names if re.search(r"\bEXPERIMENT\b", self._text_of(name))]
 
-    def _text_of(self, module: str) -> str:
-        path = self.folder / f"{module}.py"
-        path = path if path.is_file() else self.folder / module / "__init__.py"
-        return path.read_text(encoding="utf-8", errors="replace")
-
     @property
     def figures(self) -> ModuleType | None:
         """The subject's module `figures`, or None if there is none."""
@@ -106,6 +101,11 @@ class Subject:
                 where=_line_of(error, self.folder / f"{name}.py"),
                 next_step="correct the module, or install the packages that it imports",
             ) from error
+
+    def _text_of(self, module: str) -> str:
+        path = self.folder / f"{module}.py"
+        path = path if path.is_file() else self.folder / module / "__init__.py"
+        return path.read_text(encoding="utf-8", errors="replace")
 
 
 @functools.cache

@@ -38,7 +38,7 @@ from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_
 
 ORIGINAL = "original"
 _COPY = "copy"
-_VOCABULARY = 32000  # of the random Llama, as in Llama 2
+VOCABULARY = 32000  # of the random Llama, as in Llama 2
 # Number of roundings in a layer that change its output, the residual stream.
 _ROUNDINGS = 8
 _DEVIATIONS = 4
@@ -71,7 +71,7 @@ class DecodeSpeedOptions(Options):
         """Return all variants of all models. The original weights come first."""
         shapes = {self.trained_model: LANGUAGE_MODELS[self.trained_model].shape}
         if self.random_model:
-            shapes[self.random_model] = random_llama_shape(self.random_model, _VOCABULARY)
+            shapes[self.random_model] = random_llama_shape(self.random_model, VOCABULARY)
         schemes = (None, *(scheme for scheme in SCHEMES if scheme.name in self.schemes))
         return [_Variant(self, model, shape, scheme) for model, shape in shapes.items() for scheme in schemes]
 
@@ -276,8 +276,8 @@ def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[An
         prompt = trained.held_out(device)[0][0, : options.prompt_tokens].tolist()
         return trained.load(device, storage).get_submodule("lm"), prompt, trained.source
     seed_everything(context.seed)
-    lm = build_random_llama(name, _VOCABULARY, storage, device.torch_device)
-    prompt = torch.randint(_VOCABULARY, (options.prompt_tokens,)).tolist()
+    lm = build_random_llama(name, VOCABULARY, storage, device.torch_device)
+    prompt = torch.randint(VOCABULARY, (options.prompt_tokens,)).tolist()
     return lm.eval().requires_grad_(False), prompt, ""
 
 
