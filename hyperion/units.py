@@ -1,4 +1,4 @@
-"""Units of bytes. Binary units (MiB, GiB) are used for memory and messages, decimal units (MB, GB) for bandwidths and disks."""
+"""Units of bytes. Binary units (MiB, GiB) are used for memory and messages, the decimal unit GB for bandwidths and disks."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-MB, GB = 10**6, 10**9
+GB = 10**9

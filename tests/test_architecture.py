@@ -37,7 +37,20 @@ PACKAGES = (
     "cli",
 )
 # Every package may import these, and they import no package. `install` runs before an environment exists.
-GROUND = ("errors", "paths", "untrusted", "forms", "locks", "terminal", "compat", "dependencies", "units", "garbage", "install")
+GROUND = (
+    "errors",
+    "paths",
+    "untrusted",
+    "forms",
+    "locks",
+    "terminal",
+    "compat",
+    "dependencies",
+    "environ",
+    "units",
+    "garbage",
+    "install",
+)
 ENTRANCES = ("__init__", "__main__")
 FILES = sorted(LIBRARY.rglob("*.py"))
 

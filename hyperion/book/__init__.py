@@ -25,7 +25,7 @@ from hyperion.book.report import write_report
 from hyperion.experiments.interconnect.figures import kernels_chosen, link_meanings, links_between, rates_by_size
 from hyperion.figures.material import Material
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source
-from hyperion.figures.tables import epoch_table, markdown, metric_table, tidy
+from hyperion.figures.tables import epoch_table, markdown, metric_table
 
 __all__ = [
     "Material",
@@ -57,7 +57,6 @@ __all__ = [
     "show_sentence",
     "show_table",
     "teach",
-    "tidy",
     "verdict",
     "write_report",
 ]

@@ -23,7 +23,7 @@ from hyperion.dependencies import json_hash, reached_source_hash
 from hyperion.errors import HyperionError, is_finite_number, not_none, require_seed
 from hyperion.hardware import detect, fingerprint, torch_build
 from hyperion.paths import results_folder
-from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
+from hyperion.results import Prediction, Row, Run, is_run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
 from hyperion.results.missing_packages import installed_since
 from hyperion.results.rows import UNEXPECTED
@@ -473,7 +473,7 @@ def _run_folder(output: str) -> Path:
     folder = Path(output)
     stored = results_folder() / folder.name
     named = folder.parent.name in ("", "results") and not folder.is_absolute()
-    return stored if named and not folder.exists() and (stored / "run.json").is_file() else folder
+    return stored if named and not folder.exists() and is_run(stored) else folder
 
 
 def _require_guess(guess: Any) -> float | None:
@@ -517,7 +517,7 @@ def open_chapter(
     name, _, machine = (default_profile(device.kind) if profile == "auto" else profile).partition(":")
     load_profile(name)
     folder = _run_folder(output) if output else new_run_folder(notebook)
-    if (folder / "run.json").is_file():
+    if is_run(folder):
         run = Run.open(folder)
     else:
         run = Run.create(folder, run_information(name, data_source, seed))

@@ -62,7 +62,7 @@ class Context:
             RowError: rows do not have one of the columns.
         """
         if isinstance(value, Estimate):
-            columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
+            columns = value.columns | columns
             value = value.value
         place = {"notebook": self.notebook, "experiment": self.experiment, "variant": variant, "metric": metric}
         return make_row(**place, value=value, **columns)
@@ -76,13 +76,13 @@ class Context:
         columns |= {"check": check, "check_error": error, "check_tolerance": tolerance}
         return self.row(variant, metric, error, **columns)
 
-    def best_upstream(self, metric: str, dtype: str) -> Row | None:
-        """Return the row with the largest value of a metric and dtype among the rows in `upstream`, or None if there is none.
+    def best_gemm(self, dtype: str) -> Row | None:
+        """Return the row of the fastest matrix product with a dtype among the rows in `upstream`, or None if there is none.
 
         Rows measured with warm caches are ignored. Rows measured while other processes used the CPU cores are used only if there
         are no others.
         """
-        rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
+        rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == ("gemm_tflops", dtype, False)]
         known = [row for row in rows if row.value is not None]
         return max(idle_rows(known), key=lambda row: not_none(row.value), default=None)
 

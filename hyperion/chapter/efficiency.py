@@ -8,9 +8,9 @@ low. It comes from a curve that gives the time of a call:
 The traffic is the number of bytes that the call reads and writes. For small arrays and matrices, the rate is low because of the
 overhead. For large ones, it approaches a constant share of the ceiling.
 
-The curves in efficiency.toml are fitted to reference runs (`hyperion.chapter.efficiency_fit`). A curve is used only on devices of
-the same architecture. If a run has its own rows of square products or memory streams, its later predictions use a curve fitted to
-these rows instead. A prediction's interval contains the measured rate in about 80 % of cases.
+The curves in efficiency.toml are fitted to reference runs (`hyperion.commands.efficiency_fit`). A curve is used only on devices
+of the same architecture. If a run has its own rows of square products or memory streams, its later predictions use a curve fitted
+to these rows instead. A prediction's interval contains the measured rate in about 80 % of cases.
 """
 
 import functools
@@ -27,6 +27,7 @@ from hyperion.errors import HyperionError, not_none
 from hyperion.forms import read_form
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, OPERATIONS, REDUCTIONS, Ceilings, Collective, format_of
+from hyperion.measure.fits import fit_nonnegative
 from hyperion.results import Row
 from hyperion.results.rows import idle_rows
 
@@ -290,16 +291,8 @@ def fit_times(points: Sequence[tuple[Work, float]]) -> tuple[float, float, float
     seconds = np.array([time_s for _, time_s in points])
     one_size = len({work.amount for work, _ in points}) < 2
     columns = np.array([[0.0 if one_size else 1.0, work.arithmetic_s, work.traffic_s] for work, _ in points])
-    # The columns differ by many orders of magnitude (1 and microseconds). Scaling them keeps the least-squares problem well
-    # conditioned.
-    scale = columns.max(axis=0)
-    scale[scale == 0] = 1.0
-    from scipy.optimize import nnls  # here, because the import takes half a second in each worker
-
-    # Dividing each row by its measured time turns the residuals into relative errors: find terms with (columns @ terms) / seconds
-    # = 1.
-    terms = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
-    return float(terms[0]), float(terms[1]), float(terms[2])
+    overhead_s, a, b = fit_nonnegative(columns, seconds)
+    return float(overhead_s), float(a), float(b)
 
 
 def curve_of(arch: str, kind: str, name: str) -> Curve | None:

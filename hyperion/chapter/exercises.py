@@ -8,20 +8,15 @@ import functools
 import inspect
 import linecache
 import numbers
-import queue
 import re
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 import pandas as pd
-import torch
 
 from hyperion.errors import HyperionError
-from hyperion.models import TransformerConfig, TransformerLM
 
 Subject = TypeVar("Subject")
 Answer = TypeVar("Answer")
@@ -114,99 +109,6 @@ class Question:
         if abs(answer - self.expected) <= self.tolerance * abs(self.expected):
             return "right"
         return f"{float(answer):g} is not the answer. Hint: {self.hint}"
-
-
-class ToyDevice:
-    """Simulated asynchronous device: a call returns before its work is done, as on a GPU.
-
-    `launch()` adds 5 ms of work to a queue, and `synchronize()` waits until the queue is empty. The first launch takes longer, as
-    if a kernel were compiled.
-    """
-
-    work_s = 5e-3
-    first_call_s = 0.2
-
-    def __init__(self):
-        self._queue: queue.Queue = queue.Queue()
-        self._warm = False
-        self.launches = 0
-        # The thread waits in `get` forever. As a daemon it does not keep the kernel alive.
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def launch(self) -> None:
-        """Queue one unit of work and return at once."""
-        self.launches += 1
-        self._queue.put(self.work_s if self._warm else self.first_call_s)
-        self._warm = True
-
-    def synchronize(self) -> None:
-        """Wait until all launched work is done."""
-        # `join` returns after `task_done` was called for every item, so it also waits for the item that is being processed.
-        self._queue.join()
-
-    def _serve(self) -> None:
-        while True:
-            time.sleep(self._queue.get())
-            self._queue.task_done()
-
-
-@explains_errors
-def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
-    """Test the reader's timer on a simulated device: it must wait for the device, warm up, and repeat the measurement.
-
-    Args:
-        my_timer: function that takes a ToyDevice and returns the time in seconds of the work of one `launch()` after warm-up.
-
-    Returns:
-        A table with one line per requirement: whether the timer meets it, and what was observed.
-    """
-    device = ToyDevice()
-    seconds = float(my_timer(device))
-    requirements = {
-        # `sleep` and the scheduler are not exact. The bounds distinguish the faults: without waiting, a call takes microseconds;
-        # a counted first call dominates the mean.
-        "the clock stops after the work is done": (seconds >= 0.8 * device.work_s, f"{seconds * 1e3:.2f} ms"),
-        "the slow first call is not counted": (seconds <= 4 * device.work_s, f"{seconds * 1e3:.2f} ms"),
-        "there are at least 10 samples": (device.launches >= 10, f"{device.launches} launches"),
-    }
-    return pd.DataFrame([{"requirement": name, "right": bool(met), "seen": seen} for name, (met, seen) in requirements.items()])
-
-
-class _UnmaskedLM(torch.nn.Module):
-    """A TransformerLM that sees the future: each output position also depends on the mean over the whole sequence."""
-
-    def __init__(self, model: TransformerLM):
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs_BT: torch.Tensor) -> torch.Tensor:
-        logits_BTV = self.model(inputs_BT)
-        return logits_BTV + logits_BTV.mean(dim=1, keepdim=True)
-
-
-class _ShiftedLM(_UnmaskedLM):
-    """A model whose logits are shifted by one position: the logits at position t depend on the token at t + 1."""
-
-    def forward(self, inputs_BT: torch.Tensor) -> torch.Tensor:
-        return torch.roll(self.model(inputs_BT), shifts=-1, dims=1)
-
-
-def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFrame:
-    """Test the reader's check of whether a language model can see future tokens.
-
-    Args:
-        my_check: function that takes a model and returns True if the logits at position t do not depend on any token after t. The
-            model maps int64 ids of shape (B, 16), with a vocabulary of 32, to logits of shape (B, 16, 32).
-
-    Returns:
-        The table of `mutation_score`.
-    """
-    torch.manual_seed(0)
-    # Without dropout, the logits of a correct model depend only on its inputs.
-    model = TransformerLM(TransformerConfig(vocab_size=32, context=16, width=32, heads=2, layers=1)).eval()
-    return mutation_score(
-        my_check, model, {"attention without a mask": _UnmaskedLM(model), "targets off by one": _ShiftedLM(model)}
-    )
 
 
 def _verdict(check: Callable[[Subject], bool], subject: Subject) -> bool:

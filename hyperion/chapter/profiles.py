@@ -118,18 +118,20 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HyperionError(f"not valid TOML: {error}", where=path, next_step="correct the file") from error
+    known = subject.experiments
     for profile, tables in content.items():
         if profile not in _declared():
             raise HyperionError(
                 f"unknown profile {profile!r}", where=path, next_step=f"use one of {', '.join(sorted(_declared()))}"
             )
         for experiment, sizes in tables.items() if isinstance(tables, dict) else [(str(tables), None)]:
-            if not isinstance(sizes, dict) or experiment not in subject.modules:
-                raise HyperionError(
-                    f"[{profile}.{experiment}] must be a table named after an experiment of the subject {subject.name!r}",
-                    where=path,
-                    next_step=f"name a table [{profile}.<module>] after one of its modules: {', '.join(subject.modules)}",
-                )
+            if not isinstance(sizes, dict) or experiment not in known:
+                what = f"[{profile}.{experiment}] must be a table named after an experiment of the subject {subject.name!r}"
+                remedy = f"name a table [{profile}.<experiment>] after one of its experiments: {', '.join(known) or 'none'}"
+                if experiment in subject.modules:
+                    what += f", but the module {experiment!r} has no EXPERIMENT"
+                    remedy += "; or define EXPERIMENT in the module"
+                raise HyperionError(what, where=path, next_step=remedy)
     return content
 
 

@@ -32,8 +32,7 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
         timing: timing of the calls.
         verification: verification of the timed output. None for a value that needs no check.
     """
-    interval = {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
-    columns = interval | timing.telemetry.row_columns()
+    columns = estimate.columns | timing.telemetry.row_columns()
     return columns if verification is None else columns | check_columns(verification)
 
 

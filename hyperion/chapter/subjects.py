@@ -62,6 +62,12 @@ class Subject:
         return sorted(module.name for module in pkgutil.iter_modules([str(self.folder)]))
 
     @property
+    def experiments(self) -> list[str]:
+        """Names of the modules whose text contains `EXPERIMENT`. They are not imported, because this takes seconds."""
+        names = [name for name in self.modules if name not in _NOT_EXPERIMENTS]
+        return [name for name in names if re.search(r"\bEXPERIMENT\b", self._text_of(name))]
+
+    @property
     def figures(self) -> ModuleType | None:
         """The subject's module `figures`, or None if there is none."""
         return self.module("figures") if "figures" in self.modules else None
@@ -95,6 +101,11 @@ class Subject:
                 where=_line_of(error, self.folder / f"{name}.py"),
                 next_step="correct the module, or install the packages that it imports",
             ) from error
+
+    def _text_of(self, module: str) -> str:
+        path = self.folder / f"{module}.py"
+        path = path if path.is_file() else self.folder / module / "__init__.py"
+        return path.read_text(encoding="utf-8", errors="replace")
 
 
 @functools.cache

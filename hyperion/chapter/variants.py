@@ -1,7 +1,6 @@
 """Run an experiment or its variants in separate processes, which share neither memory nor settings."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter
 from hyperion.chapter.context import Context, Options, Report, Result
 from hyperion.chapter.subjects import experiment_named, module_of
 from hyperion.errors import HyperionError
+from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes import Job, JobError, report_progress, run_job, run_ranks, world
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
@@ -149,7 +149,7 @@ class RankOptions(Options):
 def processes_at_once() -> int:
     """Return how many processes should run concurrently, so that all of them end as early as possible."""
     # The cores of this process, not of the machine: a container or a batch system may allow only some of them.
-    return min(_MOST, max(_FEWEST, len(os.sched_getaffinity(0)) // _CORES_EACH))
+    return min(_MOST, max(_FEWEST, len(usable_cpus()) // _CORES_EACH))
 
 
 def run_side_by_side(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
@@ -169,7 +169,7 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
     Raises:
         JobError: a variant failed. Variants that are already running are finished, and no other variant is started.
     """
-    cores, at_once = len(os.sched_getaffinity(0)), processes_at_once()
+    cores, at_once = len(usable_cpus()), processes_at_once()
     threads = max(1, cores // at_once)
 
     def run(number: int, threads: int) -> Result:

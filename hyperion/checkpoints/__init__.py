@@ -6,24 +6,12 @@ With several ranks, all ranks must call these functions together, except write_s
 process. Rank 0 creates and verifies the folder. Each rank writes its own shards. An error on one rank is raised on all ranks.
 """
 
-from hyperion.checkpoints.folders import (
-    Checkpoint,
-    checkpoint_path,
-    load,
-    load_latest,
-    newest_good,
-    require_writable,
-    save,
-    saving,
-    sole_use,
-    verify,
-)
+from hyperion.checkpoints.folders import checkpoint_path, newest_good, require_writable, saving, sole_use, verify
 from hyperion.checkpoints.sharded import agreed, gathered, on_rank_0, rank_and_size, read_sharded, write_sharded
 from hyperion.checkpoints.states import CheckpointError, read_state, write_state
 from hyperion.checkpoints.weights import Weights, export_model, full_state, read_weights
 
 __all__ = [
-    "Checkpoint",
     "CheckpointError",
     "Weights",
     "agreed",
@@ -31,8 +19,6 @@ __all__ = [
     "export_model",
     "full_state",
     "gathered",
-    "load",
-    "load_latest",
     "newest_good",
     "on_rank_0",
     "rank_and_size",
@@ -40,7 +26,6 @@ __all__ = [
     "read_state",
     "read_weights",
     "require_writable",
-    "save",
     "saving",
     "sole_use",
     "verify",

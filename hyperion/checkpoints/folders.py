@@ -1,7 +1,6 @@
 """Checkpoint folders, such as step-00000100, with a manifest that contains the size and the sha256 of each file.
 
-A checkpoint is written completely or not at all. Use `save` and `load` for a state that one process holds. For other states, such
-as the many files of a sharded checkpoint, write the files into the folder that `saving` yields. `saving` then computes the
+A checkpoint is written completely or not at all. Write its files into the folder that `saving` yields. `saving` then computes the
 hashes, writes the manifest, and renames the folder. After the rename the folder is a checkpoint.
 
 With a process group, all ranks must call these functions together. Rank 0 creates the folder, writes the manifest, and verifies
@@ -24,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
-from hyperion.checkpoints.states import EARLIER, CheckpointError, read_state, write_state
+from hyperion.checkpoints.states import EARLIER, CheckpointError
 from hyperion.errors import refused_write, require_number
 from hyperion.forms import FieldError, read_form
 from hyperion.paths import flush
@@ -44,21 +43,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A verified checkpoint.
-
-    Attributes:
-        path: folder of the checkpoint.
-        step: number of optimizer steps before the checkpoint was saved.
-        state: the saved state. All tensors are on the CPU.
-    """
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class _FileEntry:
     bytes: int
     sha256: str
@@ -69,46 +53,6 @@ class _Manifest:
     format: str
     step: int
     files: dict[str, _FileEntry]
-
-
-def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
-    """Save a nested dict of tensors and JSON values as folder/step-<step>. Older checkpoints are removed.
-
-    With several ranks the state of rank 0 is saved.
-
-    Args:
-        folder: folder that contains the checkpoints of the run.
-        step: number of optimizer steps done.
-        state: the state to save; see `write_state` for the possible types.
-        keep: number of checkpoints to keep, including the new one.
-
-    Returns:
-        The folder of the new checkpoint.
-
-    Raises:
-        CheckpointError: the state cannot be stored, or the folder cannot be written. Earlier checkpoints are unchanged.
-    """
-    with saving(folder, step, keep) as new:
-        on_rank_0(lambda: write_state(new, state))
-    return checkpoint_path(folder, step)
-
-
-def load(path: Path) -> Checkpoint:
-    """Verify a checkpoint folder and read its state.
-
-    Raises:
-        CheckpointError: the files do not match the manifest, or a file is malformed.
-    """
-    manifest = verify(path)
-    return Checkpoint(Path(path), int(manifest["step"]), agreed(lambda: read_state(path)))
-
-
-def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest valid checkpoint of a folder, or None if there is no checkpoint.
-
-    Checkpoints that are damaged or incomplete are skipped, as in `newest_good`.
-    """
-    return newest_good(folder, load)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -4,7 +4,6 @@ The command writes a run folder with rows of every rank, and checkpoints from wh
 """
 
 import contextlib
-import gc
 import math
 import os
 import sys
@@ -14,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
-import torch
 import torch.distributed as dist
 
 from hyperion.chapter.chapter import run_information
@@ -27,6 +25,7 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.distributed.distributed_training import DistributedTrainingOptions, epoch_rows, mean_rows, test_rows
 from hyperion.experiments.scaling import scaling
 from hyperion.hardware import collect_facts, detect
+from hyperion.measure.memory_use.allocation import release_memory
 from hyperion.processes import Job, RankError, World, process_group, run_ranks, world
 from hyperion.processes.this_rank import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
@@ -119,7 +118,7 @@ def train_all(context: Context) -> dict[str, str]:
             continue
         finally:
             # Free the memory after a failure too, because the next model needs it.
-            _free_memory()
+            release_memory()
         if world().rank == 0:
             results = merged(done)
             run = Run.open(context.workspace.parent)
@@ -369,10 +368,3 @@ def _say(lines: Sequence[str]) -> None:
     if world().rank == 0:
         for line in lines:
             print(line, flush=True)
-
-
-def _free_memory() -> None:
-    """Free the memory of a training run before the next one starts."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

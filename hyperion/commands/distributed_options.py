@@ -20,7 +20,7 @@ from hyperion.forms import read_form
 from hyperion.hardware import Device
 from hyperion.models import local_llama, random_llama_shape
 from hyperion.paths import expanded, results_folder
-from hyperion.results import Run, find_run
+from hyperion.results import Run, find_run, is_run
 from hyperion.training import choose_precision
 from hyperion.workloads.fine_tuning import FULL, LORA, RANK, require_llama, state_bytes
 from hyperion.workloads.recipes import Recipe, Strategy, Task
@@ -434,7 +434,7 @@ def _results(options: CommandOptions) -> Path:
 
 def _run_folder(name: str, results: Path) -> Path:
     folder = results / name
-    return folder.resolve() if (folder / "run.json").is_file() else find_run(name)
+    return folder.resolve() if is_run(folder) else find_run(name)
 
 
 def _command(run: Path) -> dict:

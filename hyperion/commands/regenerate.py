@@ -20,7 +20,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, such as resul
 @app.command()
 def curves(runs: Runs) -> None:
     """Fit the curves that predict rates. They are fitted to reference runs and written to hyperion/chapter/efficiency.toml."""
-    from hyperion.chapter.efficiency_fit import write_curves
+    from hyperion.commands.efficiency_fit import write_curves
 
     path, count = write_curves(_runs_in(runs))
     print(f"{count} curves in {path}")
@@ -29,7 +29,7 @@ def curves(runs: Runs) -> None:
 @app.command()
 def predictions(runs: Runs) -> None:
     """Print docs/predictions.md: the errors of the predictions, and the coverage of their intervals."""
-    from hyperion.chapter.efficiency_fit import Reference, score_page
+    from hyperion.commands.efficiency_fit import Reference, score_page
 
     print(score_page([Reference.open(folder) for folder in _runs_in(runs)]), end="")
 
@@ -67,7 +67,9 @@ def _runs_in(folders: list[Path]) -> list[Path]:
 
     The pattern `results/reference/*` also matches folders of launches and of comparisons, which are not runs.
     """
-    runs = [folder for folder in folders if not folder.is_dir() or (folder / "run.json").exists()]
+    from hyperion.results import is_run
+
+    runs = [folder for folder in folders if not folder.is_dir() or is_run(folder)]
     for folder in folders:
         if folder not in runs:
             print(f"left out: {folder} is not a run", file=sys.stderr)

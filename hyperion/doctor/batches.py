@@ -1,6 +1,5 @@
 """Find the largest batch that fits into memory by running steps with several batch sizes."""
 
-import gc
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hyperion.errors import HyperionError
+from hyperion.measure.memory_use.allocation import release_memory
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # in errors of CUDA, HIP and the CPU allocator
 
@@ -62,9 +62,7 @@ def _fits(step: Callable[[int], object], batch: int) -> bool:
         return False
     finally:
         # The traceback of a failed step keeps its tensors alive until here, so the memory can only be freed now.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
 
 def load_step(file: Path) -> Callable[[int], object]:

@@ -57,9 +57,9 @@ class CheckResult:
     found: bool = True
 
 
-def check_python(version: Sequence[int | str] = sys.version_info, executable: str = sys.executable) -> CheckResult:
+def check_python(version: Sequence[int | str] = sys.version_info) -> CheckResult:
     """Check that Python is new enough."""
-    evidence = f"Python {'.'.join(map(str, version[:3]))}, {executable}"
+    evidence = f"Python {'.'.join(map(str, version[:3]))}, {sys.executable}"
     if tuple(version[:2]) >= MINIMUM_PYTHON:
         return CheckResult("python", "ok", evidence, version=".".join(map(str, version[:3])))
     remedy = "use Python 3.11 or newer: make setup PYTHON=/path/to/python3.12"

@@ -202,20 +202,13 @@ def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[in
     return modes
 
 
-def measure_floors(
-    floors: list[Floor], devices: list[Device], on_line: Callable[[str], object], time_limit_s: float = 2.0
-) -> list[Row]:
+def measure_floors(floors: list[Floor], devices: list[Device], on_line: Callable[[str], object]) -> list[Row]:
     """Measure the quantities of the floors in every mode. Return rows of every device, with the mode in `params["mode"]`.
 
     Raises:
         RankError: the process of a device failed or made no progress.
     """
-    params = {
-        "floors": [asdict(floor) for floor in floors],
-        "modes": modes_of(devices),
-        "time_limit_s": time_limit_s,
-        "heat_s": 2.0,
-    }
+    params = {"floors": [asdict(floor) for floor in floors], "modes": modes_of(devices), "time_limit_s": 2.0, "heat_s": 2.0}
     job = Job(measure_on_rank, params, timeout_s=900.0, ranks=len(devices))
     answers = run_ranks(job, on_line=on_line)
     return [Row(**row) for answer in answers for row in answer["rows"]]

@@ -158,4 +158,4 @@ def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
     if joules is None:
         return replace(bare, value_reason=energy.reason)
     state = {name: getattr(row, name) for name in ("clock_mhz", "power_w", "throttle", "host_load", "host_steal")}
-    return replace(bare, value=joules.value, n=joules.n, ci_low=joules.ci_low, ci_high=joules.ci_high, **state)
+    return replace(bare, value=joules.value, **joules.columns, **state)

@@ -71,22 +71,19 @@ def probe_import(module: str, packages: Sequence[str], required: bool) -> CheckR
     return CheckResult(module, "ok", f"import {module}", version=version)
 
 
-def probe_environment(
-    name: str, module: str, call: Callable[..., subprocess.CompletedProcess] = subprocess.run, timeout_s: float = 80.0
-) -> CheckResult:
+def probe_environment(name: str, module: str, call: Callable[..., subprocess.CompletedProcess] = subprocess.run) -> CheckResult:
     """Import a module of a framework in the framework's own environment, or in this one if that is not installed.
 
     Args:
         name: name of the environment, which is also the name of the package.
         module: name of the module.
         call: function that runs a command.
-        timeout_s: time limit of the import in seconds.
     """
     if why := why_not_installed(name):
         result = probe_import(module, (name,), required=False)
         return replace(result, evidence=why) if result.status == "absent" else result
     python, version = installed_python(name), installed_versions(name)[name]
-    done = call([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = call([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=80.0, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         remedy = f"remove {Path(python).parents[1]}, then {install_command(name)}"
@@ -306,9 +303,9 @@ def probe_tensorboard() -> CheckResult:
     return _compared("tensorboard", "three values, written and read back", float(got != values), 0)
 
 
-def probe_collectives(ranks: int, backend: str, timeout_s: float = 90.0) -> CheckResult:
+def probe_collectives(ranks: int, backend: str) -> CheckResult:
     """Start one process for each rank, and check an all-reduce, an all-gather and a broadcast by value on every rank."""
-    answers = run_ranks(Job(check_on_rank, {}, timeout_s=timeout_s, ranks=ranks), on_line=lambda line: None)
+    answers = run_ranks(Job(check_on_rank, {}, timeout_s=90.0, ranks=ranks), on_line=lambda line: None)
     wrong = [str(rank) for rank, answer in enumerate(answers) if answer != {"right": True, "backend": backend}]
     if wrong:
         evidence = f"wrong values or another backend on rank {', '.join(wrong)}: {answers[int(wrong[0])]}"

@@ -85,7 +85,7 @@ class State:
             container (infinity without one).
         swap_used_gib: used swap.
         shm_gib: size of /dev/shm.
-        cores, cores_allowed: cores of the host, and cores that this process may use.
+        cores_allowed: number of cores that this process may use.
         disks: for each folder, (free GB, share of free inodes).
         file_systems: for each cache folder, the type of its file system.
         noexec: folders for compiled code whose file system forbids execution.
@@ -126,7 +126,6 @@ class State:
     memory_limit_gib: float | None = None
     swap_used_gib: float | None = None
     shm_gib: float | None = None
-    cores: int | None = None
     cores_allowed: float | None = None
     disks: Mapping[str, tuple[float, float]] | None = None
     file_systems: Mapping[str, str] | None = None
@@ -185,7 +184,6 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         memory_limit_gib=(memory_limit_bytes(root) or float("inf")) / GIB,
         swap_used_gib=psutil.swap_memory().used / GIB,
         shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
-        cores=os.cpu_count(),
         cores_allowed=facts.cpu.cores,
         disks={str(place): _disk(place) for place in (nearest_existing(results_folder()), home, temporary)},
         file_systems={name: _file_system(nearest_existing(path)) for name, path in caches.items()},

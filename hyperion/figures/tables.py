@@ -46,30 +46,6 @@ def prediction_error(row: Row) -> float | None:
     return row.predicted / row.value - 1
 
 
-def tidy(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return all rows as a table for computations, with one line per row.
-
-    The table has the columns of a row, one column `params.<name>` for each param, and the computed columns `fraction_of_limit`
-    and `prediction_error` (signed relative error).
-    """
-    return pd.DataFrame(
-        [
-            {
-                **{name: getattr(row, name) for name in ("notebook", "experiment", "variant", "dtype")},
-                **{f"params.{name}": value for name, value in row.params.items()},
-                **{name: getattr(row, name) for name in ("rank", "metric", "value", "unit", "value_reason", "n")},
-                **{name: getattr(row, name) for name in ("ci_low", "ci_high", "predicted", "limit", "limit_source")},
-                "fraction_of_limit": row.fraction_of_limit,
-                "prediction_error": prediction_error(row),
-                **{name: getattr(row, name) for name in ("check", "check_error", "check_tolerance", "data_source")},
-                **{name: getattr(row, name) for name in ("clock_mhz", "power_w", "throttle")},
-                **{name: getattr(row, name) for name in ("host_load", "host_steal")},
-            }
-            for row in rows
-        ]
-    )
-
-
 def metric_table(
     rows: Iterable[Row],
     metric: str,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hyperion.engines import STACKS, Record, Work, other_settings
 from hyperion.engines.launch import UNAVAILABLE, failure_of, launch
+from hyperion.environ import variables_set
 from hyperion.errors import HyperionError
 from hyperion.frameworks.logs import RunFacts, logged_step, result_of_log
 from hyperion.frameworks.plan import MODEL_PARALLEL, Plan
@@ -200,7 +201,7 @@ def _run_stack(plan: Plan, works: _Works, facts: MachineFacts, on_step: StepRepo
         division = plan.parallelism
         sizes = {"tensor": division.tensor_model_parallel_size, "pipeline": division.pipeline_model_parallel_size}
         stack = replace(stack, options=stack.options | sizes)
-    with tempfile.TemporaryDirectory(dir=work.folder) as run, _logged(plan, works.folder) as log, _variables(plan):
+    with tempfile.TemporaryDirectory(dir=work.folder) as run, _logged(plan, works.folder) as log, variables_set(plan.environment):
         where = (Path(run), plan.devices, plan.timeout_s)
         record = launch(stack, work, *where, on_line=lambda line: _log(log, line), on_step=on_step)
     return result_of_record(plan, record, facts)
@@ -411,17 +412,3 @@ def _logged(plan: Plan, folder: Path) -> Iterator:
 def _log(log, line: str) -> None:
     log.write(f"{line.rstrip()}\n".encode("utf-8", "replace"))
     log.flush()
-
-
-@contextlib.contextmanager
-def _variables(plan: Plan) -> Iterator[None]:
-    """Set the environment variables of a plan. The processes of the run inherit them."""
-    before = {name: os.environ.get(name) for name in plan.environment}
-    os.environ.update(plan.environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -55,8 +55,8 @@ from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.products.dispatch import Product, shapes_only
 from hyperion.measure.products.gap import Gap, explain_gap, nominal_peak
 from hyperion.measure.products.gemm import DISTRIBUTIONS, Gemm, RefusedProduct, blas_backend, distinct_share, verify_data
-from hyperion.measure.products.gemm_search import Finalist, GemmSearch, search_gemm, time_shapes
-from hyperion.measure.products.taf import CapturedGemms, TimedProduct, capture_gemms, measure_products, measure_taf, taf
+from hyperion.measure.products.gemm_search import Finalist, GemmSearch, search_gemm
+from hyperion.measure.products.taf import CapturedGemms, TimedProduct, measure_products, taf
 from hyperion.measure.steps.operator_cost import (
     LaunchCost,
     WorthwhileSize,
@@ -156,7 +156,6 @@ __all__ = [
     "bytes_of",
     "cache_capacities",
     "cache_level",
-    "capture_gemms",
     "collective_bytes",
     "compare",
     "distinct_share",
@@ -181,7 +180,6 @@ __all__ = [
     "measure_operator_cost",
     "measure_overlap",
     "measure_products",
-    "measure_taf",
     "measure_transfer",
     "memory",
     "memory_cap",
@@ -201,7 +199,6 @@ __all__ = [
     "time",
     "time_function",
     "time_interleaved",
-    "time_shapes",
     "time_step",
     "training_calls",
     "transfer_refusal",

@@ -141,7 +141,7 @@ def _no_synchronisation(device: Device, broken: bool, believe: Believe) -> None:
 
 def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believe) -> None:
     queue = Queue(waits=True)
-    clock = BlockClock(device, 10, queue, waits=not broken)
+    clock = QueueBlockClock(device, 10, queue, waits=not broken)
     believe(f"{clock.sample([queue.launch], None, 1)[0][0] * 1e6:.0f} us measured for {queue.work_s * 1e6:.0f} us of work")
     time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=clock)
 
@@ -353,7 +353,7 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     )
 
 
-# Faulty or simulated clocks. `Scripted` returns times that follow a script. `Queue` and `BlockClock` can stop without
+# Faulty or simulated clocks. `Scripted` returns times that follow a script. `Queue` and `QueueBlockClock` can stop without
 # synchronising. `Unflushed` does not flush the cache.
 
 
@@ -428,7 +428,7 @@ class Queue:
         return time.perf_counter() - started
 
 
-class BlockClock(WallClock):
+class QueueBlockClock(WallClock):
     """A host clock that times blocks of calls on the simulated device `queue`.
 
     Args:

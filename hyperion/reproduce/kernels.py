@@ -21,7 +21,6 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import default
 
-from hyperion.paths import SILENT_HOSTS
 from hyperion.processes.child_process import GRACE_S, child_environment, descendants, start
 from hyperion.terminal import notice
 from hyperion.untrusted import is_private
@@ -31,7 +30,6 @@ PROVISIONER = "hyperion-provisioner"
 OPTIMIZE = "PYTHONOPTIMIZE"
 # The path of a Unix socket has at most 107 bytes. jupyter_client appends "/kernel-ipc-5" to the path of the folder.
 _LONGEST_FOLDER = 80
-_SILENT_HOSTS = "silent-hosts"
 # Variables that prevent output of other libraries between the results. Values that the user set have precedence.
 _QUIET = {
     "KINETO_LOG_LEVEL": "6",  # the profiler prints its start and stop to standard error; 6 is above all its log levels
@@ -83,7 +81,6 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     KernelProvisionerFactory.instance().provisioners[PROVISIONER] = entry
     specification = scratch / "kernels" / KERNEL
     specification.mkdir(parents=True, exist_ok=True)
-    (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
     (specification / "kernel.json").write_text(json.dumps(_specification(scratch, environment)), "utf-8")
 
     class ThisInterpreter(AsyncKernelManager):
@@ -173,7 +170,6 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
         # IPython must not use startup files or locks in a home folder that several nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
-        SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         **_node_local_caches(scratch),
         **environment,

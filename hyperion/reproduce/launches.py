@@ -4,7 +4,6 @@ A launch is one run of the experiments in new processes. The headlines in docs/h
 with intervals. The launches of one call are the runs results/<name>/1, results/<name>/2, ….
 """
 
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from hyperion.hardware import detect
 from hyperion.paths import project_root, reference_folder
 from hyperion.processes import Job, run_job
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.publishing import replace_folder, require_no_machine_paths, room_for
-from hyperion.results import Run
-from hyperion.results.store import checked_name
+from hyperion.reproduce.publishing import require_no_machine_paths, room_for, staged_reference
+from hyperion.results import Run, is_run
+from hyperion.results.store import ENVIRONMENTS, EXPERIMENTS, PREDICTIONS, ROWS, RUN, checked_name
 
 # The files of a launch that headlines need. Tables and pictures of a single launch are not published.
-_FILES = ("run.json", "rows.csv", "experiments.json", "environments.json", "predictions.json")
+_FILES = (RUN, ROWS, EXPERIMENTS, ENVIRONMENTS, PREDICTIONS)
 
 
 def measure_launches(
@@ -118,7 +117,7 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
 
     folder = folder or reference_folder()
     target = folder / checked_name(name)
-    if (target / "run.json").is_file():
+    if is_run(target):
         raise HyperionError("this is the reference of a machine", where=target, next_step="choose another name for the launches")
     launches = sorted(launches, key=lambda path: path.name)
     if others := [path.name for path in launches if not path.name.isdecimal()]:
@@ -130,7 +129,7 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
     contents = {path.name: _files_of(Run.open(path)) for path in launches}
     by_rows: dict[bytes, str] = {}
     for number, files in contents.items():
-        other = by_rows.setdefault(files["rows.csv"], number)
+        other = by_rows.setdefault(files[ROWS], number)
         if other != number:
             raise HyperionError(
                 f"the launches {other} and {number} have the same rows, so one is a copy of the other",
@@ -138,18 +137,11 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
                 next_step="remove one of them",
             )
     room_for(sum(len(content) for files in contents.values() for content in files.values()), folder, target)
-    staged = folder / f".{name}.new"
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
+    with staged_reference(target) as staged:
         for number, files in contents.items():
             Run(staged / number).write(files)
         runs = [Run.open(staged / number) for number in contents]
         (staged / "README.md").write_text(launches_page(name, runs), encoding="utf-8")
-        for lock in staged.glob("*/.*lock"):
-            lock.unlink()
-        replace_folder(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     return target
 
 

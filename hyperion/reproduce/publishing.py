@@ -5,6 +5,7 @@ network. A reference is a copy of a verified run in results/reference/<name>/.
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import html
@@ -16,7 +17,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -320,19 +321,29 @@ def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True)
     unfinished = _unfinished(run)
     failed = [stem for stem, status in unfinished.items() if status == "failed"]
     contents, left_out = _choose_files(run, folder, target, failed, pages)
-    staged = folder / f".{name}.new"
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
+    with staged_reference(target) as staged:
         reference = Run(staged)
         reference.write(contents)
         _write_readme(reference, unfinished)
+    return target, left_out
+
+
+@contextlib.contextmanager
+def staged_reference(target: Path) -> Iterator[Path]:
+    """Context manager that yields the path of a folder for the files of a reference.
+
+    If the block succeeds, the folder replaces `target`. Otherwise, it is removed, and `target` is unchanged.
+    """
+    staged = target.with_name(f".{target.name}.new")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        yield staged
         # Lock files are not results, and a reference in git must not contain them.
-        for lock in staged.glob(".*lock"):
+        for lock in staged.rglob(".*lock"):
             lock.unlink()
-        replace_folder(staged, target)
+        _replace_folder(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    return target, left_out
 
 
 def _require_own_results(run: Run) -> None:
@@ -460,7 +471,7 @@ def _write_readme(reference: Run, unfinished: dict[str, str]) -> None:
     reference.write(files)
 
 
-def replace_folder(staged: Path, target: Path) -> None:
+def _replace_folder(staged: Path, target: Path) -> None:
     """Move the folder `staged` to `target`, replacing `target` if it exists."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)

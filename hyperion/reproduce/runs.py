@@ -17,16 +17,15 @@ from hyperion.forms import read_form
 from hyperion.locks import FileLock
 from hyperion.paths import expanded, reference_folder
 from hyperion.reproduce.machine import MachineProfile
-from hyperion.results import Run, StoreError, new_run_folder
+from hyperion.results import Run, StoreError, is_run, new_run_folder
 from hyperion.results.execution import LEDGER
-from hyperion.results.files import make_folder
+from hyperion.results.files import DRIVER_LOCK, LOCK, make_folder
 from hyperion.results.store import checked_name
 from hyperion.untrusted import inner_path, read_json
 
 NEW = "new"
 REPLAY = "replay"
 OF_EARLIER_VERSION = "all inputs"
-_DRIVER_LOCK = ".driver.lock"
 _MIRROR = "HYPERION_DATA_MIRROR"
 
 
@@ -227,7 +226,7 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
         newest = _claim_newest(results, setting) if name is None else None
         folder, lock = newest or _claim_named(new_run_folder(setting["profile"], results))
     try:
-        existed = (folder / "run.json").is_file()
+        existed = is_run(folder)
         yield (_continue_run(folder, setting) if existed else _start_run(folder, setting, information)), existed
     finally:
         lock.release()
@@ -265,7 +264,7 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 def in_use(folder: Path) -> bool:
     """Return True if a running call uses this run folder."""
     # Without this check, `_try_lock` would create a lock file in a folder that is only examined.
-    if not (folder / _DRIVER_LOCK).exists():
+    if not (folder / DRIVER_LOCK).exists():
         return False
     lock = _try_lock(folder)
     if lock is None:
@@ -333,11 +332,11 @@ def _try_lock(folder: Path) -> FileLock | None:
     Raises:
         StoreError: the lock file cannot be created, or it is not a regular file.
     """
-    lock = FileLock(folder / _DRIVER_LOCK)
+    lock = FileLock(folder / DRIVER_LOCK)
     try:
         return lock if lock.acquire(wait=False) else None
     except OSError as error:
-        remedy = f"remove {_DRIVER_LOCK} if it is not a regular file, make the folder writable, or start a run with RUN=new"
+        remedy = f"remove {DRIVER_LOCK} if it is not a regular file, make the folder writable, or start a run with RUN=new"
         raise StoreError(f"cannot lock the run: {error.strerror}", where=lock.path, next_step=remedy) from error
 
 
@@ -347,7 +346,7 @@ def _start_run(folder: Path, setting: dict, information: dict) -> Ledger:
     except BaseException:
         # Remove the folder, because it contains no run. rmdir fails if it contains other files, which must not be removed.
         with contextlib.suppress(OSError):
-            for name in (_DRIVER_LOCK, ".lock"):
+            for name in (DRIVER_LOCK, LOCK):
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
         raise

@@ -16,7 +16,7 @@ from hyperion.results.statistics import (
     proportion_estimate,
     ratio_estimate,
 )
-from hyperion.results.store import Prediction, Run, find_run, find_runs, new_run_folder, set_latest
+from hyperion.results.store import Prediction, Run, find_run, find_runs, is_run, new_run_folder, set_latest
 
 __all__ = [
     "REGISTRY",
@@ -37,6 +37,7 @@ __all__ = [
     "find_run",
     "find_runs",
     "independent_ratio_estimate",
+    "is_run",
     "mean_estimate",
     "median_estimate",
     "metric_named",

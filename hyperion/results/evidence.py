@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from hyperion.results.files import LOCK, MANIFEST, WRITER_LOCK, StoreError
+from hyperion.results.files import DRIVER_LOCK, LOCK, MANIFEST, WRITER_LOCK, StoreError
 from hyperion.results.rows import Row, canonical_params
 from hyperion.results.statistics import Estimate, bootstrap_median, median_estimate
 from hyperion.results.store import Run
@@ -185,6 +185,6 @@ def _agree(row: Row, form: Estimate) -> bool:
 
 def _strangers(run: Run, names: list[str]) -> list[str]:
     # Lock files are not in the manifest, because they belong to running processes and are not results.
-    known = {*names, MANIFEST, LOCK, WRITER_LOCK, ".driver.lock"}
+    known = {*names, MANIFEST, LOCK, WRITER_LOCK, DRIVER_LOCK}
     files = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if not path.is_dir())
     return sorted(set(files) - known)

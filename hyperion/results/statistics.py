@@ -57,6 +57,11 @@ class Estimate:
         low, high = sorted((function(self.ci_low), function(self.ci_high)))
         return Estimate(function(self.value), low, high, self.n)
 
+    @property
+    def columns(self) -> dict[str, float]:
+        """The columns of a row with this value: number of samples, and ends of the interval."""
+        return {"n": self.n, "ci_low": self.ci_low, "ci_high": self.ci_high}
+
     def magnitude(self) -> "Estimate":
         """Return the estimate of the absolute value. If the interval contains zero, the new interval starts at zero."""
         low, high = sorted((abs(self.ci_low), abs(self.ci_high)))

@@ -622,6 +622,11 @@ def set_latest(run: Path) -> None:
     os.replace(temporary, run.parent / LATEST)
 
 
+def is_run(folder: Path) -> bool:
+    """Return True if the folder contains a run."""
+    return (folder / RUN).is_file()
+
+
 def find_run(name: str) -> Path:
     """Return the folder of a run.
 
@@ -633,7 +638,7 @@ def find_run(name: str) -> Path:
     """
     places = [Path(name), results_folder() / name, reference_folder() / name]
     for place in places:
-        if (place / "run.json").is_file():
+        if is_run(place):
             # The link `latest` may change while a command runs, so it is resolved once.
             return place.resolve()
     for place in places:

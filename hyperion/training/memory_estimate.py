@@ -284,7 +284,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
     )
 
 
-def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int = IMAGE_SIZE) -> ActivationBytes:
+def image_activations(width: int, batch: int, sixteen_bit: bool) -> ActivationBytes:
     """Return the activation bytes of a ResNet-18, in float32 or under autocast to a 16-bit format.
 
     A norm saves its input, which is the output of a convolution. A ReLU saves its result, and the next convolution saves the
@@ -292,7 +292,7 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
     projection, it saves a fourth tensor of this size.
     """
     each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
-    side, blocks = image_size, []
+    side, blocks = IMAGE_SIZE, []
     for channels_in, channels_out, stride in block_shapes(width):
         before = each * batch * channels_in * side**2
         side = -(-side // stride)
@@ -302,10 +302,9 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
         copies = _SIXTEEN_BIT * weights if sixteen_bit else 0
         saved = (4 if projection else 3) * out + copies
         blocks.append(BlockBytes(before, saved, saved + out, 3 * out, _FLOAT32 * weights))
-    stem = each * batch * width * image_size**2
-    images = (
-        _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0
-    )  # 16-bit copy of the batch; the float32 batch always exists and is not counted
+    stem = each * batch * width * IMAGE_SIZE**2
+    # The 16-bit copy of the batch. The float32 batch always exists and is not counted.
+    images = _SIXTEEN_BIT * batch * 3 * IMAGE_SIZE**2 if sixteen_bit else 0
     return ActivationBytes(stem + images, tuple(blocks), head=0, head_transient=0, head_gradients=0, stem_transient=0)
 
 
@@ -364,7 +363,7 @@ class _KernelBytes:
 
     def __call__(self, operator: Any, arguments: tuple) -> int:
         name = operator._schema.name
-        if "scaled_dot_product" in name and name.endswith(("_backward", "_backward_for_cpu")):
+        if "scaled_dot_product" in name and name.endswith("_backward"):
             # Flash attention allocates the gradient of the queries in float32, and one more float32 value per query.
             # The first argument of the backward operator is the gradient of the output.
             query = arguments[1]

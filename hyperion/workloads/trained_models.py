@@ -18,7 +18,6 @@ between variants of one model, and with the loss of a unigram model on the same 
 Shape suffixes: W windows, T tokens of a window, N images, C channels, Y rows, X columns, V vocabulary, K classes.
 """
 
-import gc
 import hashlib
 import json
 import math
@@ -46,6 +45,7 @@ from hyperion.data.text.tokenizer import GPT2_VOCABULARY, train_tokenizer
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
+from hyperion.measure.memory_use.allocation import release_memory
 from hyperion.models import LlamaLM, LlamaShape, parameter_count, resnet18
 from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
 from hyperion.workloads import datasets
@@ -365,10 +365,8 @@ def _trained(
     with staged(folder) as work:
         seed_everything(context.seed)
         train_into(context, name, recipe, work, determines)
-    if context.device.kind != "cpu":
-        # Release the memory that PyTorch caches after the training, because the processes that measure the model need it.
-        gc.collect()
-        torch.cuda.empty_cache()
+    # The processes that measure the model need the memory that PyTorch caches after the training.
+    release_memory()
     return read_trained_model(folder)
 
 

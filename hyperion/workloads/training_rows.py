@@ -5,7 +5,6 @@ of the throughput. Engines are compared by timing their steps in alternation: A 
 other, changes of the device's clock and temperature would distort the comparison.
 """
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Timing, Verification, time_function, time_interleaved
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
+from hyperion.measure.memory_use.allocation import release_memory
 from hyperion.models import ModelFlops
 from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
@@ -294,7 +294,7 @@ def step_ceiling(
     Returns:
         (tokens or images per second, how they were computed), or (None, reason) if this run has measured no rates.
     """
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    gemm, stream = context.best_gemm(dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None, NO_CEILINGS
     tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)
@@ -428,10 +428,7 @@ def memory_released() -> Iterator[None]:
     try:
         yield
     finally:
-        # Engines may be part of reference cycles. Free their tensors here, before the allocator returns its cached blocks.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
 
 def _params(work: Workload, contender: Contender) -> dict:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hyperion.chapter import efficiency_fit
 from hyperion.chapter.context import Context, Forecast
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
@@ -25,7 +24,8 @@ from hyperion.chapter.efficiency import (
     read_curves,
     with_interval,
 )
-from hyperion.chapter.efficiency_fit import (
+from hyperion.commands import efficiency_fit, regenerate
+from hyperion.commands.efficiency_fit import (
     Reference,
     coverage,
     curves_to_toml,
@@ -35,7 +35,6 @@ from hyperion.chapter.efficiency_fit import (
     score_stored,
     score_unseen,
 )
-from hyperion.commands import regenerate
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.paths import reference_folder

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from hyperion import experiments
-from hyperion.chapter.exercises import Question, judge_leak_check, judge_timer
+from hyperion.chapter.exercises import Question
 from hyperion.errors import HyperionError
+from hyperion.experiments.baselines.exercises import judge_leak_check
+from hyperion.experiments.hardware.exercises import judge_timer
 from tests.exercise_scores import solved
 
 

@@ -208,6 +208,7 @@ def test_a_figure_makes_no_measurement_stale_and_other_sizes_do(toy, tmp_path):
         ("sizes.toml", "lengths = [1, 10]", "lengths = [1]\nlenghts = [2]", "lenghts"),
         ("sizes.toml", "[smoke.doubling]", "[smok.doubling]", "smok"),
         ("sizes.toml", "[smoke.doubling]", "[smoke.dubling]", "dubling"),
+        ("sizes.toml", "[smoke.doubling]", "[smoke.figures]", "the module 'figures' has no EXPERIMENT"),
         ("sizes.toml", "lengths = [1, 10]", "lengths = [", "not valid TOML"),
         ("metrics.py", '"doublings", "doublings"', '"step_time_s", "doublings"', "step_time_s"),
         ("metrics.py", "METRICS =", "METRIC =", "METRICS is None, not a tuple of Metric"),

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from hyperion.checkpoints import CheckpointError, checkpoint_path, load, newest_good, save, saving, verify
-from hyperion.checkpoints.folders import load_latest
+from hyperion.checkpoints import CheckpointError, checkpoint_path, newest_good, saving, verify
+from tests.checkpoints.single import load, load_latest, save
 
 
 def put(folder, step, content=b"content", keep=2):
@@ -212,11 +212,12 @@ def test_a_pickle_with_a_matching_manifest_is_refused_and_the_last_good_one_used
 WRITE_TOO_MUCH = """
 import resource, signal, sys
 import torch
-from hyperion.checkpoints import CheckpointError, save
+from hyperion.checkpoints import CheckpointError, saving, write_state
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    save(sys.argv[1], 2, {"weights": torch.zeros(100_000)})
+    with saving(sys.argv[1], 2) as new:
+        write_state(new, {"weights": torch.zeros(100_000)})
 except CheckpointError as error:
     sys.exit(f"refused: {error}")
 """

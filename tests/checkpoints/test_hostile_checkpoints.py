@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hyperion.checkpoints import CheckpointError, newest_good, read_sharded, save, saving, verify, write_sharded
-from hyperion.checkpoints.folders import load_latest, step_of
+from hyperion.checkpoints import CheckpointError, newest_good, read_sharded, saving, verify, write_sharded
+from hyperion.checkpoints.folders import step_of
 from hyperion.training.snapshots import read_run, write_run
+from tests.checkpoints.single import load_latest, save
 from tests.hostile import watched
 from tests.training.small import small_engine
 

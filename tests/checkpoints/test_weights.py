@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hyperion.checkpoints import CheckpointError, export_model, save
+from hyperion.checkpoints import CheckpointError, export_model
 from hyperion.checkpoints.folders import saving
 from hyperion.checkpoints.sharded import write_sharded
 from hyperion.checkpoints.weights import read_weights
+from tests.checkpoints.single import save
 
 TENSORS = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.ones(2, dtype=torch.bfloat16)}
 STATE = {"model": TENSORS, "optimizer": {"step": 3, "moment": torch.zeros(2)}, "note": "kept"}

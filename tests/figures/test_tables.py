@@ -19,19 +19,9 @@ from hyperion.figures.tables import (
     prediction_table,
     tables_of,
     text_of,
-    tidy,
 )
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run
-
-
-def test_tidy_keeps_every_row_and_number(material):
-    table = tidy(material.rows)
-    assert len(table) == len(material.rows)
-    for row, line in zip(material.rows, table.itertuples(), strict=True):
-        assert (line.metric, line.unit) == (row.metric, row.unit)
-        assert row.value is None or line.value == row.value
-    assert table["params.m"].notna().sum() == sum("m" in row.params for row in material.rows)
 
 
 def test_a_metric_table_shows_value_interval_limit_prediction_and_check(material):

@@ -19,7 +19,7 @@ def test_the_only_kernel_is_this_interpreter_without_user_packages_over_sockets(
     assert manager.transport == "ipc" and manager.connection_file.startswith(str(tmp_path))
     environment = manager.kernel_spec.env
     assert environment["IPYTHONDIR"].startswith(str(tmp_path)) and "TRITON_CACHE_DIR" not in environment
-    assert Path(environment["HYPERION_SILENT_HOSTS"]).is_dir() and environment["KINETO_LOG_LEVEL"] == "6"
+    assert environment["KINETO_LOG_LEVEL"] == "6"
     assert "TORCHINDUCTOR_CACHE_DIR" in environment and environment["GIVEN"] == "$$x"  # jupyter_client halves it
     assert json.loads((tmp_path / "kernels/python3/kernel.json").read_text())["language"] == "python"
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.checkpoints import CheckpointError, checkpoint_path, load, newest_good, save, saving, write_state
-from hyperion.checkpoints.folders import load_latest
+from hyperion.checkpoints import CheckpointError, checkpoint_path, newest_good, saving, write_state
 from hyperion.checkpoints.weights import read_weights
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.packing import IGNORE_INDEX
@@ -34,6 +33,7 @@ from hyperion.training import (
     train,
 )
 from hyperion.training.recipe import seed_rank
+from tests.checkpoints.single import load, load_latest, save
 from tests.training.small import small_batches, small_engine, small_validation
 
 CPU, FP32 = detect_cpu(), Precision("fp32", "test")

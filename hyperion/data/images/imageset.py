@@ -1,9 +1,9 @@
 """Define and check image sets with a train and a test split, and generate a synthetic set whose best accuracy is known.
 
 An image of the synthetic set shows a grating (parallel stripes). In class k, the orientation of the stripes is k * 18 degrees,
-which is clearly visible for every phase, colour, contrast and noise. In each split, the labels of exactly round(flip_rate * N) of
+which is clearly visible for every phase, colour, contrast and noise. In each split, the labels of exactly round(FLIP_RATE * N) of
 the N images are then changed to another class. The pixels do not show which labels were changed. Therefore the best possible
-model predicts the orientation, and its accuracy is 1 - round(flip_rate * N) / N.
+model predicts the orientation, and its accuracy is 1 - round(FLIP_RATE * N) / N.
 """
 
 import hashlib
@@ -131,29 +131,29 @@ def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: 
 
 
 CLASS_COUNT = 10  # as in CIFAR-10
+FLIP_RATE = 0.1  # fraction of the labels that are changed to another class
 PERIOD_PIXELS = (5.0, 8.0)
 NOISE_LEVELS = 12.0  # standard deviation of the noise, for pixel values from 0 to 255
 CHUNK = 2048
 
 
-def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0.1) -> ImageSet:
+def synthetic_images(counts: dict[str, int], seed: int = 0) -> ImageSet:
     """Generate the synthetic image set (see the module's docstring).
 
     Args:
         counts: number of images in 'train' and 'test'.
         seed: seed of the images and of the changed labels.
-        flip_rate: fraction of the labels that are changed to another class.
     """
     arrays, best = [], {}
     for index, split in enumerate(("train", "test")):
         # Each split has its own random stream, so the size of one split does not change the other.
         generator = np.random.default_rng((seed, index))
         classes = generator.permutation(np.arange(counts[split]) % CLASS_COUNT)
-        labels = _with_flips(classes, round(flip_rate * counts[split]), generator)
+        labels = _with_flips(classes, round(FLIP_RATE * counts[split]), generator)
         best[split] = float(np.mean(labels == classes))
         arrays += [_gratings(classes, generator), labels]
     names = tuple(f"{18 * k} degrees" for k in range(CLASS_COUNT))
-    detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
+    detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {FLIP_RATE:.0%} of labels changed"
     # Mirroring left to right turns 18 degrees into 162 degrees, which is another class, so only shifts are allowed.
     train_images, train_labels, test_images, test_labels = arrays
     return ImageSet(

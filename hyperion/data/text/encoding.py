@@ -25,6 +25,7 @@ import numpy as np
 import tokenizers
 
 from hyperion.data.store.folders import DataError
+from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes.child_process import child_environment
 
 CHUNK_CHARACTERS = 1 << 16
@@ -249,7 +250,7 @@ def serve() -> None:
 
 def workers_for(characters: int) -> int:
     """Return the number of workers for a text of this length: one per WORTH_A_WORKER characters, at most one per core."""
-    return max(1, min(len(os.sched_getaffinity(0)), characters // WORTH_A_WORKER))
+    return max(1, min(len(usable_cpus()), characters // WORTH_A_WORKER))
 
 
 def in_chunks(lines: Iterable[str], characters: int) -> Iterator[list[str]]:

@@ -31,6 +31,7 @@ from hyperion.untrusted import printable, read_json
 
 FOLDER, FILE = "instructions", "instructions.json"
 COUNT = 1100
+_TRAIN = 990  # rows of the train split of the synthetic set, as in the real set
 URL = "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
 SHA256 = "7e09a9af353722ca15c18bc580f093f9c39d3178335a75177319cb1e1d163944"
 HELD_OUT_EVERY = 10  # one in this many prompts is held out
@@ -112,19 +113,19 @@ def published(url: str = URL) -> PublishedSet[InstructionSet]:
     return PublishedSet(FOLDER, _read, lambda folder: [folder / FILE], fetch, at_top=True)
 
 
-def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0) -> InstructionSet:
-    """Generate tasks on synthetic words. No prompt is repeated. By default, there are as many rows as in the real set."""
+def synthetic_instructions(seed: int = 0) -> InstructionSet:
+    """Generate tasks on synthetic words. No prompt is repeated. There are as many rows as in the real set."""
     generator, words = np.random.default_rng(seed), EchoLanguage().words
     rows: dict[str, Instruction] = {}
     # Draw tasks until there are enough distinct prompts. A task with a repeated prompt adds no row.
-    while len(rows) < train + held_out:
+    while len(rows) < COUNT:
         text, solve = _TASKS[generator.integers(len(_TASKS))]
         given = [words[i] for i in generator.integers(len(words), size=generator.integers(2, 6))]
         row = Instruction(text, " ".join(given), solve(given))
         rows.setdefault(row.prompt, row)
     generated = tuple(rows.values())
-    detail = f"made-up tasks on made-up words, seed {seed}, {train} + {held_out} rows, each answer follows from its prompt"
-    return InstructionSet("synthetic-instructions", "synthetic", detail, generated[:train], generated[train:], 0.0)
+    detail = f"made-up tasks on made-up words, seed {seed}, {_TRAIN} + {COUNT - _TRAIN} rows, each answer follows from its prompt"
+    return InstructionSet("synthetic-instructions", "synthetic", detail, generated[:_TRAIN], generated[_TRAIN:], 0.0)
 
 
 _TASKS: tuple[tuple[str, Callable[[list[str]], str]], ...] = (

@@ -91,7 +91,7 @@ class Tokenizer:
         return self._bpe.to_str()
 
 
-def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None) -> Tokenizer:
     """Load GPT-2's tokenizer, or train a BPE tokenizer on the train split of the corpus.
 
     'auto' loads GPT-2's tokenizer from the mirror, the cache or the hub. If none of them has it, 'auto' trains a tokenizer. For
@@ -101,7 +101,6 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
     Args:
         source: 'auto', 'mirror', 'cache', 'download', or 'synthetic' for a trained tokenizer.
         corpus: the text to train on; required if a tokenizer may be trained.
-        vocab_size: maximum number of entries of a trained tokenizer. None means 640 for a synthetic and 8192 for a real corpus.
 
     Raises:
         DataError: the files are wrong, no source has them, or a tokenizer must be trained and no corpus is given.
@@ -110,7 +109,7 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
         source = "synthetic"
     suppliers = GPT2.suppliers()
     if corpus is not None or source == "synthetic":
-        suppliers["synthetic"] = lambda: train_tokenizer(corpus, vocab_size)
+        suppliers["synthetic"] = lambda: train_tokenizer(corpus)
     return take("tokenizer", source, suppliers)
 
 
@@ -118,6 +117,10 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
     """Train a byte-level BPE tokenizer on the train split of the corpus.
 
     The same corpus and the same size give the same tokenizer.
+
+    Args:
+        corpus: the text to train on.
+        vocab_size: maximum number of entries. None means 640 for a synthetic and 8192 for a real corpus.
 
     Raises:
         DataError: the corpus is None.

@@ -1,4 +1,4 @@
-"""Exercise for chapter 2.2: write a check that accepts a correct training loop and rejects four faulty ones."""
+"""Exercises for chapter 2.2: checks that accept a correct model or training loop, and reject faulty ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +10,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperion.chapter.exercises import Question, mutation_score
+from hyperion.models import TransformerConfig, TransformerLM
 
 NATS_BELOW_THE_FLOOR = Question(math.log(200) - 3.9, "the lowest possible loss is the entropy of the tokens, ln 200")
 
 Batch = tuple[Tensor, Tensor]
+
+
+class _UnmaskedLM(nn.Module):
+    """A TransformerLM that sees the future: each output position also depends on the mean over the whole sequence."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs_BT: Tensor) -> Tensor:
+        logits_BTV = self.model(inputs_BT)
+        return logits_BTV + logits_BTV.mean(dim=1, keepdim=True)
+
+
+class _ShiftedLM(_UnmaskedLM):
+    """A model whose logits are shifted by one position: the logits at position t depend on the token at t + 1."""
+
+    def forward(self, inputs_BT: Tensor) -> Tensor:
+        return torch.roll(self.model(inputs_BT), shifts=-1, dims=1)
+
+
+def judge_leak_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
+    """Test the reader's check of whether a language model can see future tokens.
+
+    Args:
+        my_check: function that takes a model and returns True if the logits at position t do not depend on any token after t. The
+            model maps int64 ids of shape (B, 16), with a vocabulary of 32, to logits of shape (B, 16, 32).
+
+    Returns:
+        The table of `mutation_score`.
+    """
+    torch.manual_seed(0)
+    # Without dropout, the logits of a correct model depend only on its inputs.
+    model = TransformerLM(TransformerConfig(vocab_size=32, context=16, width=32, heads=2, layers=1)).eval()
+    return mutation_score(
+        my_check, model, {"attention without a mask": _UnmaskedLM(model), "targets off by one": _ShiftedLM(model)}
+    )
 
 
 class Loop:

@@ -603,7 +603,7 @@ def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
 
     Return None if this run has measured no matrix product or no memory stream.
     """
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    gemm, stream = context.best_gemm(dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None
     tflops, how = not_none(gemm.value), f"at the measured {gemm.value:.4g} TFLOPS"

@@ -89,7 +89,7 @@ def forecast(context: Context) -> list[Forecast]:
 def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[Forecast]]:
     params = model_params(spec, context.seed)
     dtype, modes = spec.dtype, spec.modes
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    gemm, stream = context.best_gemm(dtype), stream_ceiling(context.upstream)
     seconds: dict[str, float | None] = dict.fromkeys(modes)
     basis = NO_CEILINGS  # the same for all models
     if gemm is not None and gemm.value and stream is not None and stream.value:

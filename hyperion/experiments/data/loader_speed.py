@@ -94,7 +94,7 @@ def forecast(context: Context) -> list[Forecast]:
     params = options.params(0) | {"what": "waiting for the loader"}
     vocabulary = datasets.vocabulary_row(context)
     dtype = choose_precision(context.device).dtype
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    gemm, stream = context.best_gemm(dtype), stream_ceiling(context.upstream)
     if vocabulary is None or gemm is None or stream is None:
         basis = NO_CEILINGS
         return [Forecast(_PACKED, "share", None, basis, params=params, dtype=dtype)]

@@ -1,20 +1,24 @@
 """Exercises for the chapters about the hardware.
 
+In chapter 1.1 the reader writes a timer for a simulated asynchronous device.
+
 A good benchmark takes several precautions, such as a warm-up. The first exercise of chapter 1.4 omits one precaution at a time
 and shows the resulting error. In the second exercise the reader writes a check that detects such errors.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import Queue
 
 import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.exercises import Question, mutation_score
+from hyperion.chapter.exercises import Question, explains_errors, mutation_score
 from hyperion.hardware import Device, detect
 
 BYTES_OF_TRIAD = Question(3 * 1_000_000 * 2, "two arrays are read, one is written, and bf16 has 16 bits")
@@ -25,6 +29,62 @@ FUSED_STENCIL = Question(20 / 2, "a fused kernel reads one array and writes one;
 PRECAUTIONS = ("synchronise", "warm_up", "flush", "random_data")
 _ELEMENTS, _CALLS, _WARM_CALLS = 1 << 22, 15, 3
 _M, _N, _K, _CALL_S, _PEAK_TFLOPS = 48, 64, 32, 1e-3, 1e-3
+
+
+class ToyDevice:
+    """Simulated asynchronous device: a call returns before its work is done, as on a GPU.
+
+    `launch()` adds 5 ms of work to a queue, and `synchronize()` waits until the queue is empty. The first launch takes longer, as
+    if a kernel were compiled.
+    """
+
+    work_s = 5e-3
+    first_call_s = 0.2
+
+    def __init__(self):
+        self._queue: Queue = Queue()
+        self._warm = False
+        self.launches = 0
+        # The thread waits in `get` forever. As a daemon it does not keep the kernel alive.
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def launch(self) -> None:
+        """Queue one unit of work and return at once."""
+        self.launches += 1
+        self._queue.put(self.work_s if self._warm else self.first_call_s)
+        self._warm = True
+
+    def synchronize(self) -> None:
+        """Wait until all launched work is done."""
+        # `join` returns after `task_done` was called for every item, so it also waits for the item that is being processed.
+        self._queue.join()
+
+    def _serve(self) -> None:
+        while True:
+            time.sleep(self._queue.get())
+            self._queue.task_done()
+
+
+@explains_errors
+def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
+    """Test the reader's timer on a simulated device: it must wait for the device, warm up, and repeat the measurement.
+
+    Args:
+        my_timer: function that takes a ToyDevice and returns the time in seconds of the work of one `launch()` after warm-up.
+
+    Returns:
+        A table with one line per requirement: whether the timer meets it, and what was observed.
+    """
+    device = ToyDevice()
+    seconds = float(my_timer(device))
+    requirements = {
+        # `sleep` and the scheduler are not exact. The bounds distinguish the faults: without waiting, a call takes microseconds;
+        # a counted first call dominates the mean.
+        "the clock stops after the work is done": (seconds >= 0.8 * device.work_s, f"{seconds * 1e3:.2f} ms"),
+        "the slow first call is not counted": (seconds <= 4 * device.work_s, f"{seconds * 1e3:.2f} ms"),
+        "there are at least 10 samples": (device.launches >= 10, f"{device.launches} launches"),
+    }
+    return pd.DataFrame([{"requirement": name, "right": bool(met), "seen": seen} for name, (met, seen) in requirements.items()])
 
 
 def toy_timer(

@@ -34,6 +34,7 @@ _KINDS = {"matmul": 0, "convolution": 2, "attention": 3}
 # The area of a marker in square points is _SMALLEST + _WHOLE * (the product's share of the model's FLOPs).
 _WHOLE, _SMALLEST = 1500.0, 14.0
 _NAMED = 3
+_LETTER_GAP_POINTS = 10  # distance between two letters that would overlap
 
 
 def model_products(material: Material) -> Figure | None:
@@ -145,7 +146,7 @@ def named_kernels(kernels: Sequence[Kernel]) -> str:
     return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
 
 
-def _write_letters(axes: Axes, kernels: Sequence[Kernel], gap_points: float = 10) -> None:
+def _write_letters(axes: Axes, kernels: Sequence[Kernel]) -> None:
     """Write a letter to the right of each named product. Letters that would overlap are moved upwards.
 
     Call this after the limits and the size of the panel are set, because they determine which letters overlap.
@@ -157,8 +158,8 @@ def _write_letters(axes: Axes, kernels: Sequence[Kernel], gap_points: float = 10
     for letter, kernel in sorted(named, key=lambda pair: pair[1].tflops):
         x, y = axes.transData.transform((kernel.intensity, kernel.tflops)) * 72 / figure.dpi
         right = 4 + (_area(kernel) / pi) ** 0.5
-        near = [height for place, height in placed if abs(place - x - right) < gap_points]
-        shifted = max([y, *(height + gap_points for height in near)])
+        near = [height for place, height in placed if abs(place - x - right) < _LETTER_GAP_POINTS]
+        shifted = max([y, *(height + _LETTER_GAP_POINTS for height in near)])
         placed.append((x + right, shifted))
         # A letter beside one mark can be on another mark, so it has a white outline.
         outline = [withStroke(linewidth=2.5, foreground="white")]

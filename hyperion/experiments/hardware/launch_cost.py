@@ -87,6 +87,4 @@ def _worthwhile_row(context: Context, cost: LaunchCost, points: list[CachePoint]
     params = {"set_equal": found.basis, "launches": 1 if cost.asynchronous else 2}
     if found.bytes is None:
         return context.absent_row(COPY, "worthwhile_bytes", found.reason, params=params)
-    size = found.bytes
-    columns = {"n": size.n, "ci_low": size.ci_low, "ci_high": size.ci_high}
-    return context.row(COPY, "worthwhile_bytes", size.value, params=params, **columns)
+    return context.row(COPY, "worthwhile_bytes", found.bytes, params=params)

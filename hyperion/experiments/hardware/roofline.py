@@ -52,5 +52,5 @@ EXPERIMENT = Experiment(forecast, run, options=Options, reads=("gemm", "bandwidt
 def _fastest_products(context: Context) -> dict[str, Row]:
     """Return a dict that maps each dtype to the row of its fastest matrix product with cold caches."""
     dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
-    found = {dtype: context.best_upstream("gemm_tflops", dtype) for dtype in dtypes}
+    found = {dtype: context.best_gemm(dtype) for dtype in dtypes}
     return {dtype: row for dtype, row in found.items() if row is not None}

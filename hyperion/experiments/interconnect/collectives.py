@@ -278,17 +278,13 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
     params = {"smallest": min(sizes), "largest": max(sizes), "ranks": first.ranks}
 
     def row(metric: str, found: Estimate | float | None, reason: str = "", more: dict | None = None) -> Row:
-        interval: dict = {}
-        if isinstance(found, Estimate):
-            interval = {"n": found.n, "ci_low": found.ci_low, "ci_high": found.ci_high}
         return context.row(
             first.collective.name,
             metric,
-            found.value if isinstance(found, Estimate) else found,
+            found,
             dtype=first.dtype,
             params=params | (more or {}),
             value_reason=reason if found is None else "",
-            **interval,
         )
 
     # If the interval of the fitted seconds per gigabyte contains zero, the fit does not determine a bandwidth.

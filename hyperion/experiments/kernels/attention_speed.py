@@ -100,7 +100,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def _forecast(context: Context, dtype: str, name: str, shape: AttentionShape, which: str) -> Forecast:
     params = shape.params | {"pass": which, "cache": "cold"}
-    device, gemm = context.device, context.best_upstream("gemm_tflops", dtype)
+    device, gemm = context.device, context.best_gemm(dtype)
     ceiling, source = gemm_limit(device, dtype)
     if device.kind == "cpu" or gemm is None or not gemm.value or not device.max_clock_mhz or not device.compute_units:
         return Forecast(

@@ -38,6 +38,7 @@ from hyperion.workloads.trained_models import LANGUAGE_MODELS, trained_language_
 
 ORIGINAL = "original"
 _COPY = "copy"
+VOCABULARY = 32000  # of the random Llama, as in Llama 2
 # Number of roundings in a layer that change its output, the residual stream.
 _ROUNDINGS = 8
 _DEVIATIONS = 4
@@ -49,7 +50,6 @@ class DecodeSpeedOptions(Options):
     Args:
         trained_model: name of a trained language model, see `hyperion.workloads.trained_models`.
         random_model: name of a Llama with random weights. It is as fast as a trained Llama of the same shape. None omits it.
-        vocabulary: vocabulary size of the random Llama.
         dtype: number format of the original weights, the cache and the arithmetic.
         schemes: names of the quantisation schemes.
         prompt_tokens: number of tokens in the prompt.
@@ -60,7 +60,6 @@ class DecodeSpeedOptions(Options):
 
     trained_model: str
     random_model: str | None = None
-    vocabulary: int = 32000
     dtype: str
     schemes: tuple[str, ...]
     prompt_tokens: int
@@ -72,7 +71,7 @@ class DecodeSpeedOptions(Options):
         """Return all variants of all models. The original weights come first."""
         shapes = {self.trained_model: LANGUAGE_MODELS[self.trained_model].shape}
         if self.random_model:
-            shapes[self.random_model] = random_llama_shape(self.random_model, self.vocabulary)
+            shapes[self.random_model] = random_llama_shape(self.random_model, VOCABULARY)
         schemes = (None, *(scheme for scheme in SCHEMES if scheme.name in self.schemes))
         return [_Variant(self, model, shape, scheme) for model, shape in shapes.items() for scheme in schemes]
 
@@ -277,8 +276,8 @@ def _model(context: Context, options: DecodeSpeedOptions, name: str) -> tuple[An
         prompt = trained.held_out(device)[0][0, : options.prompt_tokens].tolist()
         return trained.load(device, storage).get_submodule("lm"), prompt, trained.source
     seed_everything(context.seed)
-    lm = build_random_llama(name, options.vocabulary, storage, device.torch_device)
-    prompt = torch.randint(options.vocabulary, (options.prompt_tokens,)).tolist()
+    lm = build_random_llama(name, VOCABULARY, storage, device.torch_device)
+    prompt = torch.randint(VOCABULARY, (options.prompt_tokens,)).tolist()
     return lm.eval().requires_grad_(False), prompt, ""
 
 

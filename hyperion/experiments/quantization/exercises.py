@@ -76,20 +76,3 @@ def judge_int8(my_quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> pd.Dat
             right, seen = False, str(error).splitlines()[0]
         lines.append({"weight": name, "right": right, "seen": seen})
     return pd.DataFrame(lines)
-
-
-def unpack_wrong_nibble(packed: Tensor) -> Tensor:
-    """Planted bug: take the first value of a pair from the lower four bits."""
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return codes.to(torch.int8) - 8
-
-
-def quantise_without_scale(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Planted bug: round the weights themselves, and return scales of 1."""
-    return weight_NK.round().clamp(-127, 127).to(torch.int8), torch.ones(len(weight_NK))
-
-
-def quantise_wrong_axis(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Planted bug: compute one scale for each input instead of each output, and use it as the scale of an output."""
-    scales = weight_NK.abs().amax(0) / 127
-    return (weight_NK / scales).round().clamp(-127, 127).to(torch.int8), scales

@@ -17,7 +17,7 @@ METRICS = (
         "decode_bandwidth_share",
         "fraction",
         "higher",
-        "bytes of weights and cache over the time of a token, divided by the run's fastest memory stream",
+        "bytes of weights and cache over the time of a token, divided by the run's bandwidth of a copy of the largest arrays",
         needs_limit=True,
         needs_interval=True,
     ),

@@ -7,7 +7,6 @@ communication, and profile a few steps with communication.
 
 import contextlib
 import functools
-import gc
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.hardware import Device
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
+from hyperion.measure.memory_use.allocation import release_memory
 from hyperion.measure.steps.trace import COMMUNICATION, CPU_ORDER, GPU_ORDER, partition, trace_steps
 from hyperion.models import (
     LlamaLM,
@@ -196,7 +196,7 @@ def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int,
     """
     params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
     items = training.items("weak", ranks)
-    gemm, busbw = context.best_upstream("gemm_tflops", dtype), _best_busbw(context)
+    gemm, busbw = context.best_gemm(dtype), _best_busbw(context)
     estimate, basis = None, "no estimate: this run has not measured products and collectives (chapters 1.1 and 1.3)"
     if ranks == 1:
         basis = "no estimate: this machine has one device"
@@ -616,9 +616,7 @@ def _batch(
 def _release(engine: TorchEngine) -> None:
     """Free the model and the optimizer, so that the next model fits into memory."""
     del engine.model, engine.optimizer
-    gc.collect()
-    if engine.device.kind != "cpu":
-        torch.cuda.empty_cache()
+    release_memory()
 
 
 def lora_model(

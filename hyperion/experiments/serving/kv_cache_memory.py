@@ -88,9 +88,9 @@ def run(context: Context, report: Report) -> Result:
         predicted = served.cache_bytes(length, options.dtype)
         identity = {"dtype": options.dtype, "params": _params(options, length)}
         tensors = cache_tensors(cache)
-        error = abs(sum(tensor.nbytes for tensor in tensors) - predicted)
-        value = predicted if not error else sum(tensor.nbytes for tensor in tensors)
-        rows.append(context.row(TENSORS, "kv_cache_bytes", value, **identity, **checked("predicted bytes", error, 0)))
+        value = sum(tensor.nbytes for tensor in tensors)
+        check = checked("predicted bytes", abs(value - predicted), 0)
+        rows.append(context.row(TENSORS, "kv_cache_bytes", value, **identity, **check))
         if context.device.kind == "cpu":
             reason = "PyTorch does not count the memory of a CPU"
             rows.append(context.absent_row(DEVICE, "kv_cache_bytes", reason, **identity))

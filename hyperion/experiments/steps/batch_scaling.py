@@ -134,7 +134,7 @@ def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> F
 
 def _device_basis(context: Context, dtype: str) -> str:
     """Return the text that explains the predicted throughputs. It is the same for every batch size."""
-    product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
+    product = not_none(not_none(context.best_gemm(dtype)).value)
     stream = not_none(not_none(stream_ceiling(context.upstream)).value)
     return (
         f"products at the measured {product:.4g} TFLOPS, then optimizer and activations at {stream:.4g} GB/s; the "

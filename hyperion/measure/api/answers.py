@@ -99,7 +99,7 @@ class TimeAnswer(Answer):
             self.estimate.value,
             {"cache": cache_of(self.timing)},
             limit_source=reason,
-            **interval_of(self.estimate),
+            **self.estimate.columns,
             **self.timing.telemetry.row_columns(),
         )
 
@@ -224,7 +224,7 @@ class ComparisonAnswer(Answer):
             "speedup",
             ratio.value,
             about,
-            **interval_of(ratio),
+            **ratio.columns,
             limit_source=reason,
             **check,
             **self.timings[0].telemetry.row_columns(),
@@ -240,11 +240,6 @@ class ComparisonAnswer(Answer):
 def cache_of(timing: Timing) -> str:
     """Return "cold" if the last-level cache was flushed before each sample, else "hot"."""
     return "cold" if timing.cold else "hot"
-
-
-def interval_of(estimate: Estimate) -> dict:
-    """Return the row columns n, ci_low and ci_high of an estimate."""
-    return {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
 
 
 def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> list[str]:

@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError
 from hyperion.figures.material import signed_number
 from hyperion.hardware import Device
 from hyperion.hardware.specs import Ceilings
-from hyperion.measure.api.answers import Answer, estimate_text, interval_of, seconds_text
+from hyperion.measure.api.answers import Answer, estimate_text, seconds_text
 from hyperion.measure.api.functions import checked_callable, device_of, flops, noting, repeat
 from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
@@ -131,7 +131,7 @@ class Explanation(Answer):
             "step_time_s",
             time.value,
             {"cache": "hot"},
-            **interval_of(time),
+            **time.columns,
             limit_source="no limit: what the step must do is not known",
             **self.timing.telemetry.row_columns(),
         )

@@ -17,6 +17,8 @@ _PRODUCTS_OF_A_CHECK = 1 << 28
 # The tolerance of a single element is this factor times the tolerance of the product, which is two to three times the expected
 # Frobenius error. Among a million elements, the worst one has about five times the expected error.
 _DEVIATIONS = 4
+# Minimum number of checked rows, and of checked columns, of a matrix product.
+_LEAST_CHECKED = 128
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,12 @@ def error_of_rows(output: torch.Tensor, reference: torch.Tensor, tolerance: floa
 
 
 def verify_product(
-    a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128, scale: float = 1.0
+    a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, scale: float = 1.0
 ) -> Verification:
     """Check the output of a matrix product, C = scale·A·B, against a product computed in float64.
 
-    A small product is checked completely. For a larger product, the elements at the intersections of at least `size` rows and
-    `size` columns, spread over the whole output, are checked.
+    A small product is checked completely. For a larger product, the elements at the intersections of at least 128 rows and
+    128 columns, spread over the whole output, are checked.
 
     Two errors are checked. The relative Frobenius error must be within the tolerance. The error of each element, divided by
     |a_i|·|b_j|, must be within four times the tolerance. |a_i| and |b_j| are the norms of the row of A and of the column of B.
@@ -199,11 +201,10 @@ def verify_product(
     Args:
         a_MK, b_KN, c_MN: operands and output, of any dtype and on any device.
         tolerance: largest allowed relative Frobenius error.
-        size: minimum number of checked rows and of checked columns.
         scale: product of the two scales by which the stored operands were divided.
     """
     # Check as many elements (size², with K multiplications each) as the limit of a complete check allows.
-    size = max(size, math.isqrt(_PRODUCTS_OF_A_CHECK // max(1, a_MK.shape[1])))
+    size = max(_LEAST_CHECKED, math.isqrt(_PRODUCTS_OF_A_CHECK // max(1, a_MK.shape[1])))
     rows, columns = _spread(c_MN.shape[0], size, c_MN.device), _spread(c_MN.shape[1], size, c_MN.device)
     a, b = a_MK[rows].double().cpu() * scale, b_KN[:, columns].double().cpu()
     # Compute the reference on the host, so that it does not come from the device that is checked.

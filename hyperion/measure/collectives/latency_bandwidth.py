@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyperion.errors import HyperionError
+from hyperion.measure.fits import fit_nonnegative
 from hyperion.results import Estimate, estimates_of_medians
 from hyperion.units import GIB, KIB, MIB
 
@@ -40,25 +41,17 @@ class LatencyBandwidth:
 def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence[float]]) -> LatencyBandwidth:
     """Fit latency and bandwidth by least squares on the relative errors.
 
-    With absolute errors, the largest messages would dominate the fit, and the latency would be arbitrary.
-
     Args:
         gigabytes: message sizes in GB (1e9 bytes). At least two of them must be different.
         times_s: for each message size, the samples in seconds.
 
     Source of the model: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398.
     """
-    # Imported here, because the import takes half a second, which would delay every worker process.
-    from scipy.optimize import nnls
-
     size = np.asarray(gigabytes, dtype=np.float64)
+    columns = np.column_stack([np.ones(len(size)), size])
 
     def fit(medians: np.ndarray) -> list[float]:
-        # Non-negative least squares: a negative latency or cost per byte has no meaning.
-        # Each row is divided by its time, so the residuals are relative errors. Sizes are scaled to at most 1, so that both
-        # columns have similar magnitudes.
-        scaled = nnls(np.column_stack([1 / medians, size / size.max() / medians]), np.ones(len(size)))[0]
-        latency_s, s_per_gb = scaled / [1, size.max()]
+        latency_s, s_per_gb = fit_nonnegative(columns, medians)
         return [latency_s, s_per_gb, latency_s / max(s_per_gb, _SMALLEST_S_PER_GB)]
 
     latency, slope, half_rate = estimates_of_medians(times_s, fit)

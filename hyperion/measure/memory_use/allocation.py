@@ -94,6 +94,13 @@ def memory_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
         yield cap
 
 
+def release_memory() -> None:
+    """Free unreferenced tensors, including those in reference cycles, and the memory that PyTorch caches on the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
     torch.cuda.empty_cache()  # otherwise fragmented cached blocks of earlier work remain

@@ -96,7 +96,7 @@ class GapFactor:
     Args:
         name: name of the limit.
         factor: the rate with this limit divided by the rate without it. None if it is unknown. The effect of an unknown factor is
-            part of `Gap.unexplained`.
+            part of the last factor of a gap.
         tflops: the rate with this limit and all limits before it, in 10¹² FLOP/s.
         reason: how the factor is computed, or why it is unknown.
     """
@@ -111,17 +111,13 @@ class GapFactor:
 class Gap:
     """The factors that reduce the peak to the measured rate.
 
-    The product of all known factors and `unexplained` is `measured_tflops / peak.tflops`.
+    The last factor, `UNEXPLAINED`, is the measured rate divided by the rate that the known limits allow. It is 1 if they explain
+    the whole gap. The product of all known factors is `measured_tflops / peak.tflops`.
     """
 
     peak: NominalPeak
     measured_tflops: float
     factors: tuple[GapFactor, ...]
-
-    @property
-    def unexplained(self) -> float:
-        """Measured rate divided by the rate that the known limits allow. It is 1 if the known limits explain the whole gap."""
-        return self.factors[-1].factor or 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.peak.tflops:.4g} TFLOPS data sheet ({self.peak.source})"]

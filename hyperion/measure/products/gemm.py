@@ -309,7 +309,7 @@ def stored(matrix: torch.Tensor, number_format: NumberFormat) -> Operand:
     return Operand(whole.to(number_format.storage), scale)
 
 
-def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
+def distinct_share(values: torch.Tensor) -> float:
     """Return the share of distinct values, 0 to 1. It is 0 if all values are equal.
 
     The formula is (d − 1) / (min(n, c) − 1), where d is the number of distinct values among n elements, and c is the number of
@@ -318,7 +318,7 @@ def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
     # The transposed view of a column-major matrix is contiguous, so reshape copies nothing.
     flat = (values if values.is_contiguous() else values.T).reshape(-1)
     if len(flat) > _SAMPLED:
-        places = torch.randint(len(flat), (_SAMPLED,), generator=torch.Generator().manual_seed(seed))
+        places = torch.randint(len(flat), (_SAMPLED,), generator=torch.Generator().manual_seed(0))
         flat = flat[places.to(flat.device)]
     most = min(len(flat), 2 ** (8 * values.element_size()))
     return (len(np.unique(flat.double().cpu().numpy())) - 1) / (most - 1) if most > 1 else 1.0

@@ -219,32 +219,6 @@ def search_gemm(
     )
 
 
-def time_shapes(
-    shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0, data: str = "normal"
-) -> list[Finalist]:
-    """Time matrix products of given shapes alternately, with cold caches, and verify their outputs.
-
-    For example, use this function to compare the best shapes of two searches.
-
-    Args:
-        shapes: the shapes (M, N, K). The result has the same order.
-        dtype: a key of `FORMATS`, or 'fp8' for the fp8 format of the device.
-        time_limit_s: see `time_interleaved`.
-        seed: seed of the operands.
-        data: distribution of the operands, a key of `DISTRIBUTIONS`.
-
-    Raises:
-        HyperionError: the device does not support the format.
-        RefusedProduct: the library does not support one of the shapes.
-    """
-    operands = SharedOperands(max(max(shape) for shape in shapes), dtype, device, seed, data)
-    products = [operands.product(shape) for shape in shapes]
-    with matmul_precision(operands.format):
-        for product in products:
-            product.first_call()
-        return _measured(shapes, products, device, time_limit_s)
-
-
 def flops_of(shape: Shape) -> int:
     """Return the number of FLOPs of a shape, 2·M·N·K."""
     return 2 * math.prod(shape)

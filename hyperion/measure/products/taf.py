@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import hypot
 
 import torch
@@ -20,7 +20,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import FORMATS, Verification, matmul_precision, verify_product
-from hyperion.measure.products.dispatch import Call, Product, dispatched, products_of
+from hyperion.measure.products.dispatch import Call, Product, products_of
 from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend, made_up
 from hyperion.results import Estimate
 from hyperion.results.rows import OUT_OF_MEMORY
@@ -66,18 +66,12 @@ class CapturedGemms:
         return "\n".join(lines)
 
 
-def capture_gemms(function: Callable[[], object]) -> CapturedGemms:
-    """Call a function once and return the matrix products of the operators that it dispatches.
+def gemms_of(calls: list[Call]) -> CapturedGemms:
+    """Return the matrix products of operators that `dispatched` has recorded.
 
     Args:
-        function: a forward pass or a training step. The products of a backward pass are included. Within `shapes_only`, the
-            call computes nothing.
+        calls: the operators of a forward pass or of a training step, with the products of its backward pass.
     """
-    return gemms_of(dispatched(function))
-
-
-def gemms_of(calls: list[Call]) -> CapturedGemms:
-    """Return the matrix products of operators that `dispatched` has recorded."""
     counts: Counter[Product] = Counter()
     others: Counter[str] = Counter()
     for call in calls:
@@ -102,14 +96,12 @@ class Taf:
         rates: a dict that maps a product to its rate in 10¹² FLOP/s. Products whose rate is unknown are omitted.
         shares: for the same products, the FLOPs of the product divided by the FLOPs of all products. The shares add up to
             `coverage`.
-        left_out: a dict that maps each other product to the reason why its rate is unknown.
     """
 
     tflops: Estimate
     coverage: float
     rates: dict[Product, Estimate]
     shares: dict[Product, float]
-    left_out: dict[Product, str]
 
     def __str__(self) -> str:
         return f"TAF {self.tflops} TFLOPS over {100 * self.coverage:.1f} % of the FLOPs, {len(self.rates)} products timed"
@@ -143,10 +135,9 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
     tflops = Estimate(
         total / seconds, total / (seconds + slower), total / (seconds - faster), min(estimate.n for estimate in rates.values())
     )
-    left_out = {product: "no rate" for product in captured.counts if product not in rates}
     covered = {product: product.flops * captured.counts[product] for product in rates}
     shares = {product: flops / captured.flops for product, flops in covered.items()}
-    return Taf(tflops, sum(covered.values()) / captured.flops, rates, shares, left_out)
+    return Taf(tflops, sum(covered.values()) / captured.flops, rates, shares)
 
 
 @dataclass(frozen=True)
@@ -164,24 +155,6 @@ class TimedProduct:
     timing: Timing
     verification: Verification
     backend: str
-
-
-def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
-    """Measure the mean rate (TAF) of the products that can be timed within the time limit; see `measure_products`.
-
-    Raises:
-        HyperionError: no product could be timed, or the output of a product is wrong.
-    """
-    measured = measure_products(captured, device, time_limit_s)
-    rates = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
-    reasons = {product: result for product, result in measured.items() if isinstance(result, str)}
-    if not rates:
-        raise HyperionError(
-            f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
-            where=f"measure_taf on {device.name}",
-            next_step="capture a function that multiplies matrices in a dtype that the device supports",
-        )
-    return replace(taf(captured, rates), left_out=reasons)
 
 
 def measure_products(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> dict[Product, TimedProduct | str]:

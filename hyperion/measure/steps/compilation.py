@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hyperion.environ import variables_set
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 
@@ -25,7 +26,7 @@ _SETTLED_CALLS = 3
 _MOST_CALLS = 20
 # Maximum number of graphs of one function. A block is compiled once for each of its variants in the model.
 _MOST_GRAPHS = 32
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # Matches the calls in the wrapper code of Inductor: fused loops, matrix products from templates, and library routines.
 _CALL = re.compile(r"^\s+(?:\w+ = )?(cpp_fused\w*|triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
 
@@ -82,17 +83,11 @@ def missing_compiler(device: Device) -> str:
 @contextlib.contextmanager
 def cold_caches() -> Iterator[Path]:
     """Context manager in which Inductor and Triton use empty caches in a temporary folder."""
-    before = {name: os.environ.get(name) for name in _CACHES}
-    with tempfile.TemporaryDirectory(prefix="hyperion-compile-", ignore_cleanup_errors=True) as folder:
-        os.environ.update(zip(_CACHES, (folder, str(Path(folder) / "triton")), strict=True))
-        try:
-            yield Path(folder)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+    with (
+        tempfile.TemporaryDirectory(prefix="hyperion-compile-", ignore_cleanup_errors=True) as folder,
+        variables_set({_INDUCTOR_CACHE: folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}),
+    ):
+        yield Path(folder)
 
 
 def probe_vector_instructions(device: Device, folder: Path) -> None:
@@ -105,15 +100,8 @@ def probe_vector_instructions(device: Device, folder: Path) -> None:
         return
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    before = os.environ.get(_CACHES[0])
-    os.environ[_CACHES[0]] = str(folder)
-    try:
+    with variables_set({_INDUCTOR_CACHE: str(folder)}):
         pick_vec_isa()
-    finally:
-        if before is None:
-            del os.environ[_CACHES[0]]
-        else:
-            os.environ[_CACHES[0]] = before
 
 
 def measure_compilation(

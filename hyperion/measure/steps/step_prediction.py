@@ -21,6 +21,7 @@ The model omits some effects that make real steps longer:
 - Within one step, the host sometimes waits for the device, and the device sometimes waits for the host.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hyperion.errors import HyperionError
+from hyperion.measure.fits import fit_nonnegative
 from hyperion.measure.products.dispatch import Call, Product, dispatched, products_of
 from hyperion.measure.products.gap import TILES, best_tiling, tile
 from hyperion.measure.steps.operator_cost import is_convolution
@@ -118,6 +120,8 @@ class MemoryStream:
     def fit(cls, measured: Sequence[tuple[float, float]]) -> "MemoryStream":
         """Fit latency and bandwidth by least squares on the relative errors of the times.
 
+        The bandwidth is infinite if the times do not grow with the size.
+
         Args:
             measured: measured operations as (bytes, bandwidth in 10⁹ bytes/s).
 
@@ -132,13 +136,8 @@ class MemoryStream:
                 next_step="measure the bandwidth at several sizes",
             )
         seconds = size / (np.array([rate for _, rate in measured]) * 1e9)
-        # Rows are divided by their time, so the residuals are relative errors. Non-negative least squares are used because a
-        # negative latency is meaningless.
-        columns = np.column_stack([1 / seconds, size / size.max() / seconds])
-        from scipy.optimize import nnls  # here, because the import takes half a second in each worker
-
-        latency, slope = nnls(columns, np.ones(len(size)))[0]
-        return cls(float(size.max() / slope / 1e9), float(latency))
+        latency_s, s_per_byte = fit_nonnegative(np.column_stack([np.ones(len(size)), size]), seconds)
+        return cls(1e-9 / float(s_per_byte) if s_per_byte else math.inf, float(latency_s))
 
 
 @dataclass(frozen=True)

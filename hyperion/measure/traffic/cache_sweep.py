@@ -81,8 +81,6 @@ class CachePoint:
         bytes: bytes read plus bytes written by one call, over all passes.
         level: name of the innermost cache level into which the working set fits. "memory" if it fits into no cache. None if the
             sizes of the caches are unknown. Other levels may also serve some of the accesses.
-        level_basis: text that compares the size of the working set with the sizes of the caches, or the reason why `level` is
-            None.
         captured: whether the calls were captured in a graph, so that there are no launches between them.
         long: whether a call on a GPU takes so long that it hides the launch of the next call. Such calls are not captured.
         how: description of how the calls are made and timed.
@@ -96,7 +94,6 @@ class CachePoint:
     working_set_bytes: int
     bytes: int
     level: str | None
-    level_basis: str
     captured: bool
     long: bool
     how: str
@@ -127,26 +124,20 @@ def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
     return (CacheCapacity("last-level cache", known),) if known else ()
 
 
-def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapacity]) -> tuple[str | None, str]:
-    """Return the innermost cache level into which a working set fits.
+def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapacity]) -> str | None:
+    """Return the name of the innermost cache level into which a working set fits.
+
+    The result is "memory" if it fits into no cache, and None if `capacities` is empty.
 
     Args:
         working_set: size of the working set in bytes.
         sharers: number of cores that share the working set, so that each core accesses a different part of it. Pass 1 for a GPU,
             or if each core accesses the whole working set.
         capacities: cache levels, innermost first.
-
-    Returns:
-        (name of the level, text with the sizes that were compared). The name is "memory" if the working set fits into no cache.
-        If `capacities` is empty, the result is (None, the reason why the level is unknown).
     """
     if not capacities:
-        return None, "the system does not report the sizes of the caches"
-    for capacity in capacities:
-        room = capacity.room(sharers)
-        if working_set <= room:
-            return capacity.name, f"{_size(working_set)}, in {_size(room)} of {capacity.name}"
-    return "memory", f"{_size(working_set)}, more than the {_size(room)} of {capacity.name}"
+        return None
+    return next((capacity.name for capacity in capacities if working_set <= capacity.room(sharers)), "memory")
 
 
 def sweep_sizes(capacities: Sequence[CacheCapacity], memory_bytes: int) -> list[int]:
@@ -187,7 +178,6 @@ def measure_cache_sweep(
     points = []
     for size in sizes or sweep_sizes(capacities, device.memory_bytes):
         work = _Work(operation, size, dtype, device, seed, shared_up_to)
-        level, basis = cache_level(work.working_set_bytes, work.sharers, capacities)
         # Fill the output now, because the constructor has already called the function.
         work.poison()
         timing = work.calls.time(time_limit_s)
@@ -197,8 +187,7 @@ def measure_cache_sweep(
                 dtype,
                 work.working_set_bytes,
                 work.passes * work.working_set_bytes,
-                level,
-                basis,
+                cache_level(work.working_set_bytes, work.sharers, capacities),
                 work.calls.graph is not None,
                 work.calls.long,
                 work.how,
@@ -257,10 +246,6 @@ def _call_of(operation: str, rows: torch.Tensor, source: torch.Tensor, output: t
     if operation == "read":
         return lambda: torch.sum(rows, dim=1, out=output)
     return lambda: output.copy_(source)
-
-
-def _size(count: int) -> str:
-    return f"{count / MIB:g} MiB" if count >= MIB else f"{count / KIB:g} KiB"
 
 
 class RepeatedCalls:

@@ -74,7 +74,7 @@ def test_forecast(context):
     assert "741.4 TFLOPS" in forecast.basis and "4271 GB/s" in forecast.basis
     assert forecast.ceiling == pytest.approx(1 / (1e-3 + 1e-8))
     assert forecast.estimate is None  # no curve of this architecture
-    assert context.best_upstream("gemm_tflops", "fp16") is None
+    assert context.best_gemm("fp16") is None
 
 
 def test_values_of_a_busy_machine_are_no_ceilings_unless_there_are_no_others(context):
@@ -83,8 +83,8 @@ def test_values_of_a_busy_machine_are_no_ceilings_unless_there_are_no_others(con
         return [replace(rows[0], throttle="busy", params={"m": 1}), rows[1]]
 
     fast, slow = rates(900.0, 700.0)
-    assert replace(context, upstream=[fast, slow]).best_upstream("gemm_tflops", "bf16") == slow
-    assert replace(context, upstream=[fast]).best_upstream("gemm_tflops", "bf16") == fast
+    assert replace(context, upstream=[fast, slow]).best_gemm("bf16") == slow
+    assert replace(context, upstream=[fast]).best_gemm("bf16") == fast
     streams = [
         replace(timed("bandwidth", "copy", "bandwidth_gb_s", "fp32", value, {"elements": 8, "cache": "cold"}), throttle=state)
         for value, state in ((90.0, "busy"), (70.0, "none"))

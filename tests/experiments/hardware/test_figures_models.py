@@ -152,7 +152,7 @@ def test_what_was_skipped_has_no_bar_and_is_named_with_its_reason():
 def test_a_gain_looks_unlike_a_loss_and_more_than_allowed_stays_inside_of_the_panel():
     gap, figure = waterfall(measured=1500.0, clock_mhz=1980.0)
     colours = [bar.get_facecolor() for bar in figure.axes[0].patches]
-    assert gap.unexplained > 1 and len(set(colours[:4])) == 4
+    assert gap.factors[-1].factor > 1 and len(set(colours[:4])) == 4
     assert figure.axes[0].get_xlim()[1] > 1500.0 and "more was reached" in words(figure)
     assert "× 1, not a limit here" in words(waterfall(bandwidth_gb_s=1e6)[1])
 

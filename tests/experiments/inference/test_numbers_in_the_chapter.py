@@ -9,7 +9,7 @@ import hyperion
 from hyperion.chapter import load_profile
 from hyperion.experiments.coverage.architectures import ARCHITECTURES
 from hyperion.experiments.coverage.operator_suite import KIND_OF, LAYERS
-from hyperion.experiments.quantization.decode_speed import DecodeSpeedOptions
+from hyperion.experiments.quantization.decode_speed import VOCABULARY, DecodeSpeedOptions
 from hyperion.experiments.quantization.qlora import _parameter_sizes
 from hyperion.models.llama import layer_shapes, llama_parameter_count, random_llama_shape
 from hyperion.workloads.trained_models import LANGUAGE_MODELS
@@ -45,8 +45,8 @@ def test_sizes_of_the_trained_models(text, profile):
 
 def test_size_of_the_random_model(text):
     options = DecodeSpeedOptions.parse(load_profile("full").sizes("decode_speed"), "decode_speed")
-    shape = random_llama_shape(options.random_model, options.vocabulary)
+    shape = random_llama_shape(options.random_model, VOCABULARY)
     linear = shape.num_hidden_layers * sum(n * k for k, n in layer_shapes(shape).values())
     cache = 2 * shape.num_hidden_layers * options.positions * shape.hidden_size * 2
     assert f"{linear / 1e9:.1f} billion weights in NF4" in text and f"a cache of {cache / 1e9:.2f} GB" in text
-    assert f"a head of {options.vocabulary * shape.hidden_size / 1e6:.0f} million weights in bf16" in text
+    assert f"a head of {VOCABULARY * shape.hidden_size / 1e6:.0f} million weights in bf16" in text

@@ -3,17 +3,10 @@
 import pytest
 import torch
 
-from hyperion.experiments.quantization.exercises import (
-    DECODE_MS,
-    NF4_BITS,
-    judge_int8,
-    judge_packing,
-    quantise_without_scale,
-    quantise_wrong_axis,
-    unpack_wrong_nibble,
-)
+from hyperion.experiments.quantization.exercises import DECODE_MS, NF4_BITS, judge_int8, judge_packing
 from hyperion.experiments.quantization.quantized_linears import Nf4, unpack_int4
 from tests.exercise_scores import solved
+from tests.experiments.quantization.planted_bugs import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
 
 
 def test_unpacking_needs_the_right_nibble():

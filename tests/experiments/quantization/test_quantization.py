@@ -16,7 +16,6 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.quantization import decode_speed, onnx_int8, qlora, quantization, quantized_linears
 from hyperion.experiments.quantization.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
 from hyperion.experiments.quantization.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
-from hyperion.experiments.quantization.exercises import unpack_wrong_nibble
 from hyperion.experiments.quantization.layer_checks import output_bound
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, Int8Linear, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
@@ -25,6 +24,7 @@ from hyperion.results import Row, RowError
 from hyperion.workloads.onnx_sessions import Session, why_no_onnx
 from hyperion.workloads.quality import windows_of_tokens
 from tests.chapter.toy import perform, toy_context
+from tests.experiments.quantization.planted_bugs import unpack_wrong_nibble
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 TOY = {"language_model": "llama_toy", "classifier": "resnet18_toy", "dtype": "fp32", "batch_size": 4, "time_limit_s": 0.01}

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from hyperion.errors import HyperionError
 from hyperion.experiments.quantization import layer_checks, quantized_linears
-from hyperion.experiments.quantization.exercises import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
 from hyperion.experiments.quantization.layer_checks import (
     output_error,
     represented_weight,
@@ -30,6 +29,7 @@ from hyperion.experiments.quantization.quantized_linears import (
     unpack_int4,
 )
 from hyperion.hardware import detect_cpu
+from tests.experiments.quantization.planted_bugs import quantise_without_scale, quantise_wrong_axis, unpack_wrong_nibble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = detect_cpu()

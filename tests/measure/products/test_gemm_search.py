@@ -21,7 +21,6 @@ from hyperion.measure.products.gemm_search import (
     grid,
     search_shapes,
     shape_effects,
-    time_shapes,
 )
 
 SEEDS = range(20)
@@ -226,14 +225,6 @@ def test_a_search_on_this_cpu(cpu, dtype):
     assert best is found.finalists[0] and {finalist.shape for finalist in found.finalists} <= {s for s, _ in found.ranking}
     m, n, k = best.shape
     assert f"{m}x{n}x{k}" in str(found) and found.backend in str(found) and f"{found.seen} of 27 shapes" in str(found)
-
-
-def test_given_shapes_are_timed_in_turn_in_their_order(cpu):
-    shapes = [(64, 1, 32), (48, 80, 16)]
-    timed = time_shapes(shapes, "bf16", cpu, time_limit_s=0.1)
-    assert [finalist.shape for finalist in timed] == shapes
-    assert all(finalist.verification.passed and finalist.tflops.n >= 30 for finalist in timed)
-    assert len({len(finalist.timing.samples_s) for finalist in timed}) == 1
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8", "fp8_e4m3fn"])

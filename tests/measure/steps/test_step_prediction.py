@@ -1,5 +1,6 @@
 """Predicted step times: by hand on toy numbers, on really captured steps, and against steps that an H200 did."""
 
+import math
 from functools import cache
 from statistics import median
 
@@ -67,6 +68,12 @@ def test_a_stream_is_a_latency_and_a_bandwidth():
     assert stream.latency_s == pytest.approx(5e-6) and stream.bandwidth_gb_s == pytest.approx(2000.0)
     with pytest.raises(HyperionError, match="the number of measured sizes is 1, but"):
         MemoryStream.fit([(1e6, 100.0), (1e6, 101.0)])
+
+
+@pytest.mark.filterwarnings("error")
+def test_times_that_do_not_grow_give_an_infinite_bandwidth():
+    stream = MemoryStream.fit([(size, size / 5e-6 / 1e9) for size in (1e6, 1e7, 1e8)])
+    assert stream.latency_s == pytest.approx(5e-6) and stream.bandwidth_gb_s == math.inf
 
 
 def toy_ceilings(**changes):
