@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
@@ -480,16 +481,14 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
 
 
-def _micro_batches(
-    batch: Sequence[Tensor], count: int, model: nn.Module
-) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager]]:
+def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[Any, AbstractContextManager]]:
     """Split a batch into `count` parts of nearly equal length. Yield pairs (part, context manager).
 
     The forward and the backward pass of a part must run inside its context manager, so that ranks exchange gradients only in
     the last part.
 
     Args:
-        batch: tensors of shape [B, ...] with the same B.
+        batch: tensors of shape [B, ...] with the same B, in a tuple, a list, a dict or a nesting of these.
 
     Raises:
         HyperionError: the batch has fewer than `count` examples.
@@ -497,14 +496,16 @@ def _micro_batches(
     if count == 1:
         yield batch, contextlib.nullcontext()
         return
-    if (examples := len(batch[0])) < count:
+    tensors, form = tree_flatten(batch)
+    if (examples := len(tensors[0])) < count:
         raise HyperionError(
             f"a batch of {examples} examples cannot be split into {count} parts",
             where="gradient accumulation",
             next_step="use a larger batch or fewer micro-batches; drop the last batch of an epoch if it has fewer examples",
         )
     # tensor_split allows parts whose lengths differ by one.
-    parts = list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
+    split = zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True)
+    parts = [tree_unflatten(part, form) for part in split]
     for part in parts[:-1]:
         # Gradients are sums, so exchanging the accumulated gradient once gives the same result as an exchange of each part.
         yield part, without_exchange(model)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
@@ -30,6 +31,7 @@ from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimel
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.models.transformer import TransformerConfig
 from hyperion.training.engine import TorchEngine
+from hyperion.units import MIB
 
 BLOCK_BYTES = 512  # PyTorch's caching allocator rounds sizes up to multiples of this number of bytes
 _IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
@@ -64,13 +66,19 @@ class MemoryEstimate:
         """Phase of the step in which the overall peak occurs."""
         return self.history.phase_of(self.history.fullest())
 
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {count / MIB:,.3g} MiB" for kind, count in self.parts.items())
+        library = f", workspaces of libraries {self.library_bytes / MIB:,.3g} MiB" if self.library_bytes else ""
+        return f"peak {self.peak_bytes / MIB:,.3g} MiB, in the phase {self.phase}; peak of each kind: {parts}{library}"
+
 
 def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEstimate:
     """Estimate the memory of a training step.
 
     Args:
         make: function that returns the engine and one batch on the given device. It is called with fake tensors and a
-            device whose `torch_device` is "cpu".
+            device whose `torch_device` is "cpu". Fake tensors cannot be deep-copied, so a model that copies its layers, such as
+            nn.TransformerEncoder, cannot be estimated.
         device: device on which the step will run. It need not be present, unless `ask` is True.
         ask: if True, measure the workspaces of libraries on the device. This runs two small layers, and each distinct
             convolution of the step.
@@ -86,7 +94,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
         # The estimate is for the steady state and not for the first step. So the state that the first step creates must already
         # exist.
         _create_optimizer_state(engine)
-        persistent: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": batch}
+        persistent: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": tree_leaves(batch)}
         timeline = MemoryTimeline(engine.model, persistent, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
         with timeline, _cuda_autocast(engine) if accelerator else contextlib.nullcontext():
             engine.train_step(batch)
