@@ -204,10 +204,13 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
             if rank_and_size()[0] == 0:
                 print(printable(f"WARNING: this checkpoint cannot be used: {path}. {error}"), file=sys.stderr)
     if refused:
+        # A checkpoint that is not damaged belongs to another configuration. The advice must not be to remove it.
+        damaged = refused[0].next_step in (None, EARLIER)
+        restore = f"restore {folder} from a copy, or remove this folder to train from the beginning"
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints can be used; the problem of the newest one: {refused[0].what}",
             where=refused[0].where,
-            next_step=refused[0].next_step or f"restore {folder} from a copy, or choose another folder",
+            next_step=restore if damaged else refused[0].next_step,
         )
     return None
 

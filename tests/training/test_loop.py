@@ -56,6 +56,13 @@ def test_the_history_holds_every_step_and_epoch(whole):
     assert history.item == "token"
 
 
+def test_a_checkpoint_of_another_plan_is_not_to_be_removed(tmp_path):
+    train(small_engine(), small_batches(), TrainingPlan(steps=4), folder=tmp_path)
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints can be used") as caught:
+        train(small_engine(), small_batches(), TrainingPlan(steps=2), folder=tmp_path)
+    assert "train longer" in caught.value.next_step and "remove" not in caught.value.next_step
+
+
 def test_two_trainings_cannot_use_one_folder(tmp_path):
     began = []
 

@@ -96,8 +96,9 @@ def test_rows_of_trained_models_divide_by_tokens_words_and_bytes(prepared, conte
         found = [row for row in rows if row.metric == metric]
         assert len(found) == 3, "two seeds and their mean"
         assert [row.value for row in found] == pytest.approx([value] * 3)
-    assert LanguageEvaluation(nats, tokens, 0.0).perplexity_word(units["words"]) == pytest.approx(expected["perplexity_word"])
-    assert LanguageEvaluation(nats, tokens, 0.0).perplexity_token == pytest.approx(8.0)
+    evaluation = LanguageEvaluation(nats, tokens, 0.0, 1, 0.0)
+    assert evaluation.perplexity_word(units["words"]) == pytest.approx(expected["perplexity_word"])
+    assert evaluation.perplexity_token == pytest.approx(8.0)
 
 
 def test_the_first_lines_of_a_split_are_counted_with_the_blank_lines_between_them(prepared):
