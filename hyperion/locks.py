@@ -151,6 +151,33 @@ def file_lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[bool]:
+    """Hold a lock on a folder during the block, without a file in the folder. Yield False if it is already locked.
+
+    On a file system that refuses flock, nothing is locked, and a notice says so.
+
+    Raises:
+        OSError: the folder cannot be opened or locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        acquired = True
+    except BlockingIOError:
+        acquired = False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            os.close(descriptor)
+            raise
+        _notice(Path(folder), f"{folder} does not support flock, so two processes that use it at the same time are not detected")
+        acquired = True
+    try:
+        yield acquired
+    finally:
+        os.close(descriptor)  # frees the lock
+
+
 def _owner(pid: int) -> str:
     """Return text that identifies a process: its host, process ID and start time.
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from hyperion import locks
-from hyperion.locks import FileLock, file_lock
+from hyperion.locks import FileLock, file_lock, folder_lock
 
 
 @pytest.fixture(params=["flock", errno.ENOSYS, errno.ENOLCK], ids=["flock", "ENOSYS", "ENOLCK"])
@@ -49,6 +49,26 @@ def test_without_waiting_a_held_lock_is_refused(tmp_path, file_system):
     held.release()
     assert other.acquire(wait=False)
     other.release()
+
+
+def test_a_folder_is_locked_without_a_file_in_it(tmp_path, capsys, file_system):
+    with folder_lock(tmp_path) as first, folder_lock(tmp_path) as second:
+        # Without flock, nothing is locked, and a notice says so.
+        assert (first, second) == (True, file_system != "flock")
+    assert ("does not support flock" in capsys.readouterr().err) == (file_system != "flock")
+    with folder_lock(tmp_path) as again:
+        assert again and list(tmp_path.iterdir()) == []
+
+
+def test_another_error_of_the_lock_of_a_folder_is_raised(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error"), folder_lock(tmp_path):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def die_holding(path):

@@ -26,8 +26,9 @@ from hyperion.paths import results_folder
 from hyperion.results import Prediction, Row, Run, is_run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
 from hyperion.results.missing_packages import installed_since
+from hyperion.results.predictions import LATE
 from hyperion.results.rows import UNEXPECTED
-from hyperion.results.store import LATE, utc_now
+from hyperion.results.store import utc_now
 from hyperion.terminal import progress_bar
 
 

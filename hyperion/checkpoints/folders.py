@@ -8,7 +8,6 @@ the files. An error on one rank is raised on all ranks.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -29,6 +28,7 @@ from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError
 from hyperion.errors import refused_write, require_number
 from hyperion.forms import FieldError, read_form
+from hyperion.locks import folder_lock
 from hyperion.paths import flush
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
@@ -127,25 +127,16 @@ def sole_use(folder: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another run uses the folder.
     """
-    descriptor = os.open(folder, os.O_RDONLY) if rank_and_size()[0] == 0 else None
+    held = contextlib.ExitStack()
 
-    def lock() -> None:
-        assert descriptor is not None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                "another training uses this folder", where=folder, next_step="wait until it has ended, or choose another folder"
-            ) from error
-        except OSError:  # some cluster file systems have no such locks
-            pass
+    def attempt() -> None:
+        if not held.enter_context(folder_lock(folder)):
+            next_step = "wait until it has ended, or choose another folder"
+            raise CheckpointError("another training uses this folder", where=folder, next_step=next_step)
 
-    try:
-        on_rank_0(lock)
+    with held:
+        on_rank_0(attempt)
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)  # frees the lock
 
 
 def require_writable(folder: Path) -> None:

@@ -15,7 +15,8 @@ from hyperion.measure.api.functions import compare, flops, memory, time
 from hyperion.measure.api.outputs import OutputMismatchError
 from hyperion.measure.api.relaunching import SIDES, Launched, Relaunched, relaunch
 from hyperion.measure.clock.clocks import RanksClock
-from hyperion.measure.clock.timing import Energy, HarnessError, Timing, energy_of, time_function, time_interleaved
+from hyperion.measure.clock.energy import Energy, energy_of
+from hyperion.measure.clock.timing import HarnessError, Timing, time_function, time_interleaved
 from hyperion.measure.clock.verify import (
     FORMATS,
     NumberFormat,

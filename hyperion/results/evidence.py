@@ -8,7 +8,7 @@ import numpy as np
 
 from hyperion.results.files import DRIVER_LOCK, LOCK, MANIFEST, WRITER_LOCK, StoreError
 from hyperion.results.rows import Row, canonical_params
-from hyperion.results.statistics import Estimate, bootstrap_median, median_estimate
+from hyperion.results.statistics import Estimate, bootstrap_median, median_estimate, with_drift
 from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
 
@@ -130,7 +130,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     forms = [
         form.map(lambda time_s, function=function: factor * function(time_s))
         for interval in (estimate, bootstrap_median(matching[0]))
-        for form in (interval, _drifting(interval, matching[0]))
+        for form in (interval, with_drift(interval, matching[0]))
     ]
     if not any(_agree(row, form) for form in forms):
         fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], but its samples give {forms[0]}"
@@ -163,18 +163,6 @@ def _work(row: Row) -> float | None:
     if row.metric in ("samples_per_s", "images_per_s", "tokens_per_s", "loader_samples_per_s"):
         return params.get("batch")
     return None
-
-
-def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
-    """Return the estimate with the wider interval that is used for samples with drift.
-
-    This interval also contains the median of the first third and the median of the last third of the samples.
-    """
-    third = len(samples) // 3
-    if third == 0:
-        return estimate
-    ends = (estimate.ci_low, estimate.ci_high, float(np.median(samples[:third])), float(np.median(samples[-third:])))
-    return Estimate(estimate.value, min(ends), max(ends), estimate.n)
 
 
 def _agree(row: Row, form: Estimate) -> bool:

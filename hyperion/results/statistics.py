@@ -97,6 +97,18 @@ def bootstrap_median(samples: ArrayLike, seed: int = 0) -> Estimate:
     return _estimate(float(np.median(values)), medians, len(values))
 
 
+def with_drift(estimate: Estimate, samples: np.ndarray) -> Estimate:
+    """Return the median estimate of samples that drift. Its interval is extended to the medians of the first and the last third.
+
+    With fewer than 3 samples, the estimate is unchanged.
+    """
+    third = len(samples) // 3
+    if third == 0:
+        return estimate
+    ends = (estimate.ci_low, estimate.ci_high, float(np.median(samples[:third])), float(np.median(samples[-third:])))
+    return Estimate(estimate.value, min(ends), max(ends), estimate.n)
+
+
 def order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
     """Return a confidence interval of the median, given by two of the sorted samples.
 

@@ -22,7 +22,8 @@ from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.results import Row, RowError, Run, StoreError
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
-from hyperion.results.store import predictions_digest, utc_now
+from hyperion.results.predictions import predictions_digest
+from hyperion.results.store import utc_now
 from hyperion.workloads import datasets
 
 HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"

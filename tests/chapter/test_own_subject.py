@@ -228,7 +228,7 @@ def test_a_mistake_in_a_subject_is_named(toy, tmp_path, name, old, new, says):
 
 @pytest.mark.slow
 def test_a_relative_path_is_that_of_the_folder_in_which_the_command_was_started(toy, tmp_path):
-    reproduce(tmp_path, {"HYPERION_SUBJECTS": os.path.relpath(toy, ROOT)})
+    assert "01_toy: done" in reproduce(tmp_path, {"HYPERION_SUBJECTS": os.path.relpath(toy, ROOT)})
 
 
 @pytest.mark.slow

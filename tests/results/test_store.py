@@ -22,7 +22,7 @@ from hyperion.errors import HyperionError
 from hyperion.results import Prediction, Row, RowError, Run, StoreError, find_run, new_run_folder, set_latest
 from hyperion.results.execution import KEPT, LOG, MEASURED, executed
 from hyperion.results.files import MANIFEST
-from hyperion.results.store import LATE
+from hyperion.results.predictions import LATE
 
 WRITER = """
 import sys

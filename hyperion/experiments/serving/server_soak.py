@@ -440,12 +440,18 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
                 asyncio.create_task(complete(session, server.endpoint, prompt, options.long_tokens))
                 for prompt in prompts[:streams]
             ]
-            # When this additional stream has received its first text, the server is answering.
-            await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
-            signalled.append(time.perf_counter())
-            server.drain()
-            refused = await refused_while(running, ask)
-            return await asyncio.gather(*running), refused
+            try:
+                # When this additional stream has received its first text, the server is answering.
+                await hang_up(session, server.endpoint, prompts[-1], options.long_tokens)
+                signalled.append(time.perf_counter())
+                server.drain()
+                refused = await refused_while(running, ask)
+                return await asyncio.gather(*running), refused
+            finally:
+                # If the server fails, the requests must not outlive the session.
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
     replies, refused = in_event_loop(work)
     try:

@@ -70,7 +70,7 @@ class TimeAnswer(Answer):
     minimum_samples: int = LEAST_SAMPLES
     notes: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def estimate(self) -> Estimate:
         """Median time of a call in seconds with its 95 % interval (see `hyperion.results.median_estimate`)."""
         return self.timing.estimate

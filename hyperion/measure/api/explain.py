@@ -11,7 +11,8 @@ from hyperion.figures.material import signed_number
 from hyperion.hardware import Device
 from hyperion.hardware.specs import Ceilings
 from hyperion.measure.api.answers import Answer, estimate_text, seconds_text
-from hyperion.measure.api.functions import checked_callable, device_of, flops, noting, repeat
+from hyperion.measure.api.arguments import checked_callable, device_of, noting
+from hyperion.measure.api.functions import flops, repeat
 from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
 from hyperion.measure.steps.trace import (

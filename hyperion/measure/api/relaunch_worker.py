@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, read
-from hyperion.measure.api.functions import checked_callable, device_of, noting
+from hyperion.measure.api.arguments import checked_callable, device_of, noting
 from hyperion.measure.clock.clocks import WallClock
 from hyperion.measure.clock.timing import time_function
 from hyperion.processes.request_worker import serve_requests

@@ -25,7 +25,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Telemetry
 from hyperion.hardware.telemetry import median_of
 from hyperion.measure.api.answers import TimeAnswer
-from hyperion.measure.api.functions import device_of
+from hyperion.measure.api.arguments import device_of
 from hyperion.measure.clock.clocks import calls_that_fill
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing
 from hyperion.processes.child_process import child_environment

@@ -26,6 +26,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
 from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
+from hyperion.results.statistics import with_drift
 
 MINIMUM_SAMPLES = 30
 # With fewer samples, the variation of the times is unknown.
@@ -120,16 +121,13 @@ class Timing:
 
     @property
     def estimate(self) -> Estimate:
-        """Median time of a call in seconds with its 95 % bootstrap interval.
+        """Median time of a call in seconds with its 95 % interval.
 
-        The bootstrap assumes that the order of the samples does not matter. If the samples drift, this is not true, and the
+        The interval assumes that the order of the samples does not matter. If the samples drift, this is not true, and the
         interval is extended so that it contains the median of the first third and the median of the last third.
         """
-        estimate, drift = median_estimate(self.samples_s), self.drift
-        if not drift.present:
-            return estimate
-        ends = (estimate.ci_low, estimate.ci_high, *drift.ends)
-        return Estimate(estimate.value, min(ends), max(ends), estimate.n)
+        estimate = median_estimate(self.samples_s)
+        return with_drift(estimate, self.samples_s) if self.drift.present else estimate
 
     def per_call(self, calls: int) -> "Timing":
         """Return a copy with all times divided by `calls`. Use it if each sample is the time of `calls` calls in a row."""
@@ -423,73 +421,6 @@ def compare_with_plain_loop(
         Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry) for series in (ours, theirs)
     )
     return first, second
-
-
-LEAST_READINGS = 3
-LEAST_INTERVALS = 3
-
-
-@dataclass(frozen=True)
-class Energy:
-    """The energy of one call: the power during sampling times the time of a call.
-
-    The power is the median of all readings during sampling. With cold caches, the readings cover both the calls and the cache
-    flushes. Drivers average the power over up to a second (NVML since Ampere), so the energy is less accurate if sampling was
-    shorter. `counter_difference` compares the result with the energy counter of the device.
-
-    Args:
-        joules: median power times the time of a call, in joules. Its interval is computed from the interval of the time. None if
-            the power is unknown.
-        reason: reason why `joules` is None. "" if it is known.
-        power_w: median power during sampling in watts.
-        scope: the part of the hardware whose power was read. "device", or "module" if the reading includes both dies of an
-            MI250X.
-        counter_difference: E / (P·T) - 1, where E is the energy during sampling according to the energy counter, P is the median
-            power, and T is the duration of sampling. None if the device has no energy counter.
-    """
-
-    joules: Estimate | None
-    reason: str = ""
-    power_w: float | None = None
-    scope: str | None = None
-    counter_difference: float | None = None
-
-    def j_per_tflop(self, flops: float) -> Estimate | None:
-        """Return the joules per 10¹² FLOPs of a call that executes `flops` FLOPs, or None if the energy is unknown."""
-        return self._per(flops / 1e12)
-
-    def j_per_gb(self, traffic_bytes: float) -> Estimate | None:
-        """Return the joules per 10⁹ bytes of a call that moves `traffic_bytes` bytes, or None if the energy is unknown."""
-        return self._per(traffic_bytes / 1e9)
-
-    def _per(self, work: float) -> Estimate | None:
-        return None if self.joules is None else self.joules.map(lambda joules: joules / work)
-
-
-def energy_of(timing: Timing) -> Energy:
-    """Return the energy of one call of a timed function. If the energy is unknown, the result contains the reason."""
-    state = timing.telemetry
-    reason = _missing_readings(state)
-    if reason or state.power_w is None:
-        return Energy(None, reason)
-    power_w = state.power_w
-    difference = None
-    if state.energy_j is not None:
-        difference = state.energy_j / (power_w * state.window_s) - 1
-    joules = timing.estimate.map(lambda seconds: seconds * power_w)
-    return Energy(joules, "", power_w, state.power_scope, difference)
-
-
-def _missing_readings(state: Telemetry) -> str:
-    """Return the reason why there are not enough power readings, or "" if there are enough."""
-    if state.power_w is None:
-        return f"no power: {state.unreadable.get('power_w', 'it was not read')}"
-    if state.samples < LEAST_READINGS:
-        return f"{state.samples} readings of power, {LEAST_READINGS} are needed: time it for longer"
-    if state.window_s < LEAST_INTERVALS * state.interval_s or state.window_s <= 0:
-        needed_s = LEAST_INTERVALS * state.interval_s
-        return f"power was read over {state.window_s:.3g} s, {needed_s:.3g} s are needed: time it for longer"
-    return ""
 
 
 def drift_of(samples: ArrayLike) -> Drift:

@@ -16,10 +16,10 @@ from hyperion.experiments.baselines.language_training_speed import (
     _parity,
     _plain,
     _start,
-    least_traffic,
     run,
 )
 from hyperion.experiments.baselines.plain_loops import CAPTURED, OURS, PLAIN, PairedLoops, StepGraph, with_weights_of
+from hyperion.experiments.baselines.step_roof import least_traffic
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Row
 from hyperion.workloads import datasets
