@@ -289,7 +289,9 @@ def verify_data(
 
 @app.command()
 def lab(
-    port: Annotated[int | None, typer.Option(help="Port on loopback.", show_default="the first free one from 8888")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port on loopback.", min=1024, max=65535, show_default="the first free one from 8888")
+    ] = None,
 ) -> None:
     """Start JupyterLab with your own copies of the notebooks, reachable only from this machine and with a token.
 
@@ -300,6 +302,8 @@ def lab(
     from hyperion.reproduce.kernels import library_environment
 
     chosen = free_port() if port is None else port
+    if not _is_free(chosen):
+        raise HyperionError("the port is in use", where=f"127.0.0.1:{chosen}", next_step="name another port, or leave out --port")
     token = secrets.token_hex(24)
     command = lab_command(project_root(), chosen)
     try:
@@ -320,13 +324,18 @@ def free_port(first: int = FIRST_PORT) -> int:
         HyperionError: none of the 100 ports starting at `first` is free.
     """
     for port in range(first, first + 100):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        if _is_free(port):
             return port
     raise HyperionError("no free port", where=f"127.0.0.1:{first}-{first + 99}", next_step="name another port with --port")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 # By default, JupyterLab downloads news and looks for updates and extensions. Compute nodes have no network, and after

@@ -14,6 +14,9 @@ def test_a_taken_port_is_passed_over():
         taken.bind(("127.0.0.1", first))
         taken.listen()
         assert cli.free_port(first) > first
+        with pytest.raises(HyperionError, match="in use") as caught:
+            cli.lab(port=first)
+        assert caught.value.where == f"127.0.0.1:{first}"
 
 
 def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_arguments(tmp_path):

@@ -208,6 +208,7 @@ class Chapter:
         # measure again.
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
+        _report_unmatched(experiment, self._predictions(experiment, digest), result.rows)
         busy = sum(row.busy for row in result.rows)
         if busy:
             print(
@@ -448,6 +449,21 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
         return next((p.estimate for p in predictions if p.predicts(row)), None)
 
     return [replace(row, predicted=estimate(row)) for row in rows]
+
+
+def _report_unmatched(experiment: str, predictions: list[Prediction], rows: list[Row]) -> None:
+    """Print the predictions for which there is no row. Otherwise a misspelled variant or a missing dtype would go unnoticed."""
+    unmatched = [p for p in predictions if not any(p.predicts(row) for row in rows)]
+    if unmatched:
+        columns = (
+            [p.variant, p.metric, p.dtype, *(f"{name}={value}" for name, value in p.params.items())] for p in unmatched[:3]
+        )
+        named = [" ".join(filter(None, texts)) for texts in columns]
+        more = f" and {len(unmatched) - 3} more" if len(unmatched) > 3 else ""
+        print(
+            f"NOTE: {experiment} has no row for these predictions: {'; '.join(named)}{more}. Nothing is compared with them. "
+            "A row must have the same variant, metric and dtype as the prediction, and all of its params."
+        )
 
 
 def _values_of(rows: list[Row]) -> str:

@@ -176,10 +176,11 @@ def _print_fit(file: Path) -> int:
 
     Return 1 if no batch fits, else 0.
     """
-    from hyperion.doctor.batches import LARGEST_TRIED, largest_fitting, load_step
+    from hyperion.doctor.batches import LARGEST_TRIED, largest_fitting, load_step, within_free_memory
 
     try:
-        largest, tried = largest_fitting(load_step(file))
+        with within_free_memory():
+            largest, tried = largest_fitting(load_step(file))
     except HyperionError:
         raise
     # A program may end with sys.exit, whose exit code would be taken for that of this command.

@@ -1,12 +1,16 @@
 """Find the largest batch that fits into memory by running steps with several batch sizes."""
 
+import contextlib
+import resource
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
 from hyperion.errors import HyperionError
+from hyperion.hardware.cpu import memory_limit_bytes
 from hyperion.measure.memory_use.allocation import release_memory
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # in errors of CUDA, HIP and the CPU allocator
@@ -41,6 +45,28 @@ def largest_fitting(step: Callable[[int], object], at_most: int = LARGEST_TRIED)
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low, tried
+
+
+@contextlib.contextmanager
+def within_free_memory() -> Iterator[None]:
+    """Context manager in which an allocation on the host fails if it needs more memory than is free now.
+
+    Without it, Linux grants more memory than the machine has, and kills the process when the memory is written. If PyTorch finds
+    a GPU, nothing is limited, because GPU drivers reserve addresses for much more memory than they use.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    memory = psutil.Process().memory_info()
+    free = min(psutil.virtual_memory().available, (memory_limit_bytes() or 2**62) - memory.rss)
+    limit = memory.data + max(0, free) * 19 // 20
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -555,6 +555,24 @@ def test_a_forecast_of_all_ranks_is_not_held_against_one_of_them(tmp_path, monke
     }
 
 
+def test_a_prediction_without_a_row_is_named(tmp_path, monkeypatch, capsys):
+    def run(context, report):
+        rows = [context.row("v", "count", 7.0, dtype="fp32", params={"size": 2}), context.row("w", "count", 7.0)]
+        return Result(rows, pd.DataFrame({"x": [1]}))
+
+    def printed(name, forecasts):
+        monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda _: Experiment(lambda context: forecasts, run))
+        open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / name)).run("leakage")
+        return capsys.readouterr().out
+
+    matched = [Forecast("v", "count", 2.0, "b", dtype="fp32"), Forecast("w", "count", 2.0, "b")]
+    assert "NOTE" not in printed("all", matched)
+    without_dtype = Forecast("v", "count", 2.0, "b", params={"size": 2})
+    assert "leakage has no row for these predictions: v count size=2. Nothing" in printed("one", [*matched, without_dtype])
+    others = [Forecast(f"x{i}", "count", 2.0, "b", dtype="bf16") for i in range(5)]
+    assert "x0 count bf16; x1 count bf16; x2 count bf16 and 2 more. Nothing" in printed("five", [*matched, *others])
+
+
 def test_the_guess_is_one_of_the_first_prediction_and_an_interval_keeps_its_ends(tmp_path, monkeypatch):
     forecasts = [Forecast(variant, "count", 2.0, "b", low=1.0, high=3.0) for variant in ("first", "second")]
     experiment = Experiment(lambda context: forecasts, lambda context, report: None)

@@ -7,11 +7,12 @@ import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hyperion.commands.monitor import summary_lines
-from hyperion.doctor.batches import largest_fitting, load_step
+from hyperion.doctor.batches import largest_fitting, load_step, within_free_memory
 from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import apply_rules, rules
 from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state, startup_settings
@@ -408,6 +409,18 @@ def test_the_largest_batch_that_fits_is_found_in_few_steps(limit):
 
     largest, tried = largest_fitting(step, at_most=64)
     assert largest == min(limit, 64) and max(tried) <= 64 and len(tried) <= 13
+
+
+def test_on_a_cpu_an_allocation_beyond_the_free_memory_fails_and_does_not_end_the_process(monkeypatch):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("GPU drivers reserve addresses, so nothing is limited")
+    free = SimpleNamespace(available=256 << 20)
+    monkeypatch.setattr("hyperion.doctor.batches.psutil.virtual_memory", lambda: free)
+    with within_free_memory():
+        assert 128 <= largest_fitting(lambda batch: torch.ones(batch << 20, dtype=torch.uint8), at_most=1024)[0] <= 256
+    assert torch.ones(512 << 20, dtype=torch.uint8).numel() == 512 << 20
 
 
 def test_another_error_than_memory_is_raised(tmp_path):

@@ -36,7 +36,8 @@ class OperatorCostOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Return forecasts without estimates, because no data sheet states host costs."""
     metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
-    return [Forecast(v, metric, None, _NO_ESTIMATE) for v, metric in metrics.items()]
+    dtypes = {BLOCK: OperatorCostOptions.of(context).compiled}
+    return [Forecast(v, metric, None, _NO_ESTIMATE, dtype=dtypes.get(v, "")) for v, metric in metrics.items()]
 
 
 def run(context: Context, report: Report) -> Result:

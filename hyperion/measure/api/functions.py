@@ -50,6 +50,7 @@ from hyperion.measure.api.outputs import (
     captured_tensors,
     difference,
     require_written,
+    shared_tensors,
     state_changed,
     state_of,
 )
@@ -290,12 +291,16 @@ class _Outputs:
         calls: copies of both outputs.
         differ: whether the two outputs differ.
         keeps_state: whether the second call changed tensors that the function can reach (`captured_tensors`).
+        changed: names of these tensors, also of those to which only a write was counted.
+        draws: whether the second call drew random numbers.
         reduction: assumed length of the longest sum, which sets the tolerance.
     """
 
     calls: tuple[Snapshot, Snapshot]
     differ: bool
     keeps_state: bool
+    changed: tuple[str, ...]
+    draws: bool
     reduction: int
 
 
@@ -311,7 +316,8 @@ def _before(
     watches = [WorkLeft(device) for _ in functions]
     work_left: list[list[str]] = [[] for _ in functions]
     # For each function, the two results of `state_changed` for its second call. The first call may create state at first use.
-    states: list[tuple[bool, bool]] = []
+    states: list[tuple[list[str], list[str]]] = []
+    draws = []
     call_s, started = 0.0, host_clock.monotonic()
     for call in range(2):
         if call == 1:
@@ -326,16 +332,18 @@ def _before(
             calls[place].append(returned.snapshot())
             if call == 1:
                 states.append(state_changed(state, state_of(function)))
+                draws.append(returned.draws)
     for label, watch, left in zip(labels, watches, work_left, strict=True):
         # Work was still running after the second call only.
         if left == ["", left[1]] and left[1]:
             left[0] = watch.after_a_while()  # the thread may have started after the check of the first call
         require_nothing_left(left, label)
     outputs = []
-    for function, (first, second), (written, changed) in zip(functions, calls, states, strict=True):
+    for function, (first, second), (written, changed), random in zip(functions, calls, states, draws, strict=True):
         reduction = max([t.numel() for t in captured_tensors(function).values()] + first.sizes, default=1)
-        keeps_state = changed or (written and not _same(first, second, reduction, tolerance=0.0))
-        outputs.append(_Outputs((first, second), not _same(first, second, reduction), keeps_state, reduction))
+        keeps_state = bool(changed or (written and not _same(first, second, reduction, tolerance=0.0)))
+        names = tuple(dict.fromkeys([*written, *changed]))
+        outputs.append(_Outputs((first, second), not _same(first, second, reduction), keeps_state, names, random, reduction))
     if len(functions) == 2:
         _between(outputs, 0, tolerance)  # raises before the timing if the outputs cannot be compared
     return outputs, call_s, host_clock.monotonic() - started
@@ -366,12 +374,34 @@ def _after(
             notes.append(f"{label}: calls return different values, so only the first two calls were checked")
             change, drifts = None, True
         changes.append(change)
+        notes += [f"{label}: {described}" for described in own.calls[0].not_finite]
     between = []
     if len(functions) == 2:
         between = [_between(outputs, call, tolerance) for call in range(2)]
         if not drifts:
             between.append(difference(*last, reduction=max(own.reduction for own in outputs), tolerance=tolerance))
+        notes += _notes_on_a_pair(functions, labels, outputs, between)
     return _Examined(tuple(timings), tuple(between), tuple(changes), tuple(notes))
+
+
+def _notes_on_a_pair(
+    functions: list[Function], labels: tuple[str, ...], outputs: list[_Outputs], between: list[Difference | None]
+) -> list[str]:
+    """Return the reasons why the outputs of two functions can differ, or agree, although each function is correct."""
+    notes = []
+    for place, (function, own, label) in enumerate(zip(functions, outputs, labels, strict=True)):
+        other = labels[1 - place]
+        if shared := shared_tensors(list(own.changed), function, functions[1 - place]):
+            more = f" and {len(shared) - 3} other tensors" if len(shared) > 3 else ""
+            notes.append(
+                f"{label} writes to {', '.join(shared[:3])}{more}, which {other} uses too, so {other} may start from other values"
+            )
+    if any(own.draws for own in outputs) and any(one is not None and not one.agrees for one in between):
+        notes.append(
+            "the calls draw random numbers, and compiled code draws other numbers from the same seed: compare models in eval "
+            "mode, or set torch._inductor.config.fallback_random = True before compilation"
+        )
+    return notes
 
 
 def _between(outputs: list[_Outputs], call: int, tolerance: float | None) -> Difference | None:

@@ -71,6 +71,19 @@ class Snapshot:
         """Number of elements of each numeric leaf."""
         return [tensor.numel() for _, tensor in self.leaves if tensor is not None]
 
+    @property
+    def not_finite(self) -> list[str]:
+        """Description of each leaf that contains NaN or infinity. Example: "4 of 4 values of output[0] are NaN or infinite"."""
+        described = []
+        for path, tensor in self.leaves:
+            if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            # Formats of 8 bits have no isfinite.
+            strange = tensor.numel() - int((tensor.float() if tensor.element_size() == 1 else tensor).isfinite().sum())
+            if strange:
+                described.append(f"{strange} of {tensor.numel()} values of output{path} are NaN or infinite")
+        return described
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -244,7 +257,9 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
         for gpu in gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(0)
+        states = _generator_states(gpus)
         returned = function()
+        draws = any(not torch.equal(old, new) for old, new in zip(states, _generator_states(gpus), strict=True))
     leaves, structure = tree_flatten_with_path(returned)
     for _, leaf in leaves:
         is_done = next((getattr(leaf, name) for name in ("is_completed", "done") if callable(getattr(leaf, name, None))), None)
@@ -254,15 +269,23 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
                 where="a timed function",
                 next_step="wait for this work inside the function",
             )
-    return Returned([(keystr(path), leaf) for path, leaf in leaves], structure)
+    return Returned([(keystr(path), leaf) for path, leaf in leaves], structure, draws)
+
+
+def _generator_states(gpus: list[torch.device]) -> list[torch.Tensor]:
+    return [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 
 
 class Returned(list):
-    """The output of a call as a list of (path, leaf), together with its nested structure."""
+    """The output of a call as a list of (path, leaf), together with its nested structure.
 
-    def __init__(self, leaves: list[tuple[str, object]], structure: object):
+    Args:
+        draws: whether the call drew random numbers from PyTorch's default generators.
+    """
+
+    def __init__(self, leaves: list[tuple[str, object]], structure: object, draws: bool):
         super().__init__(leaves)
-        self.structure = structure
+        self.structure, self.draws = structure, draws
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the output whose memory can be read."""
@@ -500,19 +523,27 @@ def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
     }
 
 
-def state_changed(before: dict, after: dict) -> tuple[bool, bool]:
+def state_changed(before: dict, after: dict) -> tuple[list[str], list[str]]:
     """Compare two results of `state_of`. Only tensors that are in both results are compared.
 
     Returns:
-        (whether PyTorch counted a write to a tensor, whether an element of a tensor changed).
+        The names of the tensors to which PyTorch counted a write, and the names of those of which an element changed.
     """
-    pairs = [(before[name], after[name]) for name in before if name in after]
-    written = any(old != new for (old, _), (new, _) in pairs)
-    values = any(
-        old is not None and new is not None and not (old.device == new.device and torch.equal(old, new))
-        for (_, old), (_, new) in pairs
-    )
+    pairs = {name: (before[name], after[name]) for name in before if name in after}
+    written = [name for name, ((old, _), (new, _)) in pairs.items() if old != new]
+    values = [
+        name
+        for name, ((_, old), (_, new)) in pairs.items()
+        if old is not None and new is not None and not (old.device == new.device and torch.equal(old, new))
+    ]
     return written, values
+
+
+def shared_tensors(names: list[str], function: object, other: object) -> list[str]:
+    """Return those of the tensors of a function, given by name, whose memory another function can reach as well."""
+    reached = {_storage(tensor) for tensor in captured_tensors(other).values() if _plain(tensor)}
+    own = captured_tensors(function)
+    return [name for name in names if name in own and _plain(own[name]) and _storage(own[name]) in reached]
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -32,7 +32,7 @@ HANG_S = 60
 
 
 def snapshot(value):
-    return Returned([("", value)], "one leaf").snapshot()
+    return Returned([("", value)], "one leaf", draws=False).snapshot()
 
 
 def apart(a, b, **options):
@@ -166,6 +166,57 @@ def test_both_sides_that_change_alike_are_found_by_their_own_first_output():
 def test_a_second_call_that_differs_between_the_sides_is_found():
     x = noise(64)
     assert measure.compare(turning(1, lambda: x * 2, lambda: x * 3), lambda: x * 2, **SHORT).outputs_agree is False
+
+
+def test_a_function_that_changes_the_input_of_the_other_is_named_with_the_tensor():
+    x, alone, buffer = noise(64), noise(64), torch.empty(64)
+    changes, reads = (lambda: x.mul_(1.5).sum()), (lambda: x.sum())
+    note = "A writes to x, which B uses too"
+    assert note in str(measure.compare(changes, reads, labels=("A", "B"), **SHORT))
+    assert "B writes to x, which A uses too" in str(measure.compare(reads, changes, labels=("A", "B"), **SHORT))
+    assert note not in str(measure.compare(lambda: alone.mul_(1.5).sum(), reads, labels=("A", "B"), **SHORT))
+    # Memory of the same name counts only if it is the same memory.
+    writes = lambda: torch.mul(alone, 2, out=buffer)  # noqa: E731
+    assert "uses too" not in str(measure.compare(writes, lambda: alone * 2, **SHORT))
+    # A view shares the memory of its base.
+    part = x[:8]
+    assert note in str(measure.compare(changes, lambda: part.sum(), labels=("A", "B"), **SHORT))
+
+
+def test_a_model_that_both_functions_train_is_named_once_with_the_number_of_its_tensors():
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))), noise(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    text = str(measure.compare(step, lambda: model(x).sum().detach(), labels=("step", "forward"), **SHORT))
+    assert text.count("which forward uses too") == 1 and "and 3 other tensors" in text
+
+
+def test_different_outputs_of_functions_that_draw_random_numbers_say_why():
+    x = noise(64)
+    note = "draw random numbers"
+    ours, theirs = (lambda: torch.rand(64) * x), (lambda: torch.rand(65)[1:] * x)
+    assert note in str(measure.compare(ours, theirs, **SHORT))
+    assert note not in str(measure.compare(ours, ours, labels=("A", "B"), **SHORT))
+    assert note not in str(measure.compare(lambda: x * 2, lambda: x * 3, **SHORT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+def test_outputs_that_are_not_finite_agree_with_a_note(dtype):
+    values = torch.tensor([1.0, float("nan"), float("inf"), 2.0]).to(dtype)
+    answer = measure.compare(lambda: [values.clone(), 1.0], lambda: [values.clone(), 1.0], labels=("A", "B"), **SHORT)
+    assert answer.outputs_agree
+    for label in "AB":
+        assert f"{label}: 2 of 4 values of output[0] are NaN or infinite" in str(answer)
+    finite = torch.ones(4).to(dtype)
+    assert "NaN" not in str(measure.time(finite.clone, **SHORT))
+    assert "2 of 4 values of output are NaN" in str(measure.time(values.clone, **SHORT))
 
 
 def test_a_step_that_changes_its_state_is_timed_and_says_what_was_not_checked():
