@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hyperion.chapter.exercises import Question, explains_errors
-from hyperion.experiments.inference.percentiles import samples_needed
+from hyperion.workloads.percentiles import samples_needed
 
 P99_SAMPLES = Question(
     samples_needed(0.99),

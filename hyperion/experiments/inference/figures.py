@@ -22,7 +22,8 @@ def runtime_latency(material: Material) -> Figure | None:
 
 def runtime_throughput(material: Material) -> Figure | None:
     """Draw the throughput of the best batch size of each runtime, in one panel per model."""
-    rows = [row for row in material.of("runtimes") if row.metric == "samples_per_s"]
+    # The rates of eager mode beside each runtime are not drawn.
+    rows = [row for row in material.of("runtimes") if row.metric == "samples_per_s" and "beside" not in row.params]
     # Omit batches that the search tried and rejected because they do not fit or take too long. The row of a runtime that cannot
     # be used has no role. Keep it, because it contains the reason.
     best = [row for row in rows if row.params.get("role") in (None, "best batch")]

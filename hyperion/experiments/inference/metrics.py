@@ -1,8 +1,8 @@
-"""Metrics of runtimes. `perplexity_ratio` is also a metric of quantised weights."""
+"""Metrics of runtimes. `perplexity_ratio` and the latencies are also metrics of quantised weights."""
 
 from hyperion.results import Metric
+from hyperion.workloads.batch_times import LATENCIES
 
-LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}
 METRICS = (
     *(
         Metric(name, "s", "lower", f"{100 * share:g}th percentile of the time of a call on the host's clock", needs_interval=True)

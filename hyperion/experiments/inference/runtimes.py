@@ -48,15 +48,14 @@ from hyperion.experiments.inference.backends import (
     prepare,
     why_absent,
 )
-from hyperion.experiments.inference.metrics import LATENCIES
-from hyperion.experiments.inference.percentiles import percentile, samples_needed
 from hyperion.hardware import Device, detect_cpu
-from hyperion.measure import FORMATS, Verification, matmul_precision, relative_error, time_function, time_interleaved
-from hyperion.measure.clock.clocks import BlockClock, WallClock
+from hyperion.measure import FORMATS, Timing, Verification, matmul_precision, relative_error, time_interleaved
+from hyperion.measure.clock.clocks import BlockClock, WallClock, calls_that_fill
 from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
 from hyperion.results import Estimate, Row
-from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
+from hyperion.results.rows import UNEXPECTED
+from hyperion.workloads.batch_times import LATENCIES, BatchTimes, batch_of, second_call_s
 from hyperion.workloads.datasets import IMAGES, TEXT
 from hyperion.workloads.quality import change_of_quality
 from hyperion.workloads.trained_models import (
@@ -75,6 +74,7 @@ Found = tuple[list[Row], list[pd.DataFrame]]
 _LEFT_OUT = "left out: a compilation takes longer than all other measurements, and the profile does not ask for this one"
 _COMPARED = 8  # number of examples whose logits are compared with float64
 _DEVIATIONS = 4
+_BLOCK_S = 0.01  # a block of calls on a GPU takes at least this long, so that its synchronisation adds little
 # Largest error of a runtime in a 16-bit format, relative to that of eager mode in the same format. Both round the weights alike,
 # and the outputs of the products and of the operations between them. A runtime that rounds in other places, or in four times as
 # many of them, has at most about twice the error, because independent roundings add up like a random walk.
@@ -192,10 +192,10 @@ def measure_in_process(context: Context, report: Report, folder: str) -> Result:
         except torch.OutOfMemoryError as error:
             rows += _absent(context, trained, runtime, dtype, out_of_memory_reason(error))
         except Exception as error:
-            # If a runtime cannot run the model, the others must still run. The rows contain the first line of the error message.
+            # If a runtime fails, the others must still run. The rows contain the first line of the error message.
             if runtime == EAGER:
                 raise
-            rows += _absent(context, trained, runtime, dtype, _reason(error))
+            rows += _failed(context, trained, runtime, dtype, _reason(error))
         else:
             rows += new_rows
             frames += new_frames
@@ -273,11 +273,6 @@ class _Reference:
             self._eager[dtype] = self.trained.load(self.device, FORMATS[dtype].storage)
         return self._eager[dtype]
 
-    def batch_of(self, size: int) -> Tensor:
-        """Return the inputs of a batch. If the held-out data have fewer examples, they are repeated."""
-        repeats = -(-size // len(self.inputs))
-        return self.inputs.repeat(repeats, *[1] * (self.inputs.ndim - 1))[:size].clone()
-
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data selected by the options."""
         return self.trained.score(call, self.device, records=self.records)
@@ -317,9 +312,13 @@ class _Variant:
     prepared: Prepared
     reference: _Reference
 
+    def formed(self, x: Tensor) -> Tensor:
+        """Return inputs in the number format of the runtime."""
+        return _formed(x, FORMATS[self.prepared.dtype].storage)
+
     def call(self, x: Tensor) -> Tensor:
         """Return the logits. Inputs are converted to the number format of the runtime."""
-        return self.prepared.call(_formed(x, FORMATS[self.prepared.dtype].storage))
+        return self.prepared.call(self.formed(x))
 
     def columns(self, **params: Any) -> dict:
         """Return the columns that all rows share.
@@ -333,10 +332,6 @@ class _Variant:
         """Return a row of this runtime."""
         return self.context.row(self.runtime, metric, value, **self.columns(**params))
 
-    def absent_row(self, metric: str, reason: str, **params: Any) -> Row:
-        """Return a row without a value."""
-        return self.context.absent_row(self.runtime, metric, reason, **self.columns(**params))
-
     def measure(self) -> Found:
         """Return the rows and the samples of the model."""
         prepared, reference = self.prepared, self.reference
@@ -347,8 +342,7 @@ class _Variant:
             rows += [self.row(metric, seconds) for metric, seconds in prepared.seconds.items()]
             if prepared.stored_bytes is not None:
                 rows.append(self.row("stored_gb", prepared.stored_bytes / 1e9))
-            counted = prepared if self.runtime == ORT_CPU else replace(prepared, call=self.call)
-            rows.append(self.row("kernels_per_call", count_kernels(counted, reference.inputs[:1]), batch=1))
+            rows.append(self.row("kernels_per_call", count_kernels(prepared, self.formed(reference.inputs[:1])), batch=1))
             latency_rows, latency_frames = self.time_latency()
             throughput_rows, throughput_frames = self.time_throughput(check)
         return rows + latency_rows + throughput_rows, latency_frames + throughput_frames
@@ -370,46 +364,33 @@ class _Variant:
             )
         return check, rows
 
-    def time_latency(self) -> Found:
-        """Return rows with the percentiles of the latency for one example, and on a GPU a row that tells if the host limits it.
+    @property
+    def times(self) -> BatchTimes:
+        """Measures the times of this variant."""
+        options = self.options
+        limits = (options.latency_samples, options.latency_limit_s, options.time_limit_s)
+        return BatchTimes(self.context, self.runtime, self.prepared.device, self.columns, *limits)
 
-        The latency is measured with the host's clock.
+    def time_latency(self) -> Found:
+        """Return rows with the percentiles of the latency of one example, and on a GPU a row that tells if the host limits it.
+
+        The inputs are converted to the number format of the runtime before the timing.
         """
-        device = self.prepared.device
-        one = self.reference.inputs[:1].clone()
-        conditions = {"batch": 1, "cache": "hot"}
-        one_call_s = _seconds(lambda: self.call(one), device)
-        timing = time_function(
-            lambda: self.call(one),
-            device,
-            cold=False,
-            back_to_back=1,  # synchronize after every call, because a caller waits for the result
-            minimum_samples=max(
-                LEAST_FOR_AN_INTERVAL, min(self.options.latency_samples, int(self.options.latency_limit_s / one_call_s))
-            ),
-            time_limit_s=self.options.time_limit_s,
-        )
-        rows = []
-        for share, metric in LATENCIES.items():
-            count, needed = len(timing.samples_s), samples_needed(share)
-            if count < needed:
-                reason = f"{count} samples; an interval of this percentile needs {needed}"
-                rows.append(self.absent_row(metric, reason, **conditions))
-            else:
-                estimate = percentile(timing.samples_s, share)
-                rows.append(timed_row(self.context, self.runtime, metric, estimate, timing, **self.columns(**conditions)))
-        if device.kind != "cpu":
+        one = self.formed(self.reference.inputs[:1].clone())
+        rows, frame, timing = self.times.latency(lambda: self.prepared.call(one))
+        if self.prepared.device.kind != "cpu":
             # Use the profiler, because times from the device's clock would include gaps in which the device waits for the host.
-            share = min(device_seconds(replace(self.prepared, call=self.call), one) / timing.estimate.value, 1.0)
+            share = min(device_seconds(self.prepared, one) / timing.estimate.value, 1.0)
             label = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
-            rows.append(self.row("share", share, **conditions, what="device time over latency", label=label))
-        return rows, [sample_frame(timing, self.runtime, **self.columns(**conditions))]
+            rows.append(self.row("share", share, batch=1, cache="hot", what="device time over latency", label=label))
+        return rows, [frame]
 
     def time_throughput(self, check: Verification) -> Found:
         """Find the batch size with the highest throughput, then compare it and batch size 1 with eager mode.
 
-        For the comparison, calls of the runtime and of eager mode are timed in alternation. For ONNX Runtime on the CPU, blocks
-        of calls alternate.
+        Both get the same converted inputs. Blocks of calls of the runtime and of eager mode are timed in alternation. Within a
+        block, the host may launch the next call while the device works, as in a loop over many batches. If single calls
+        alternated, eager mode would start each call with an empty queue.
 
         Args:
             check: comparison of the logits with float64.
@@ -418,91 +399,58 @@ class _Variant:
         peak, source = gemm_limit(device, dtype)
         flops = _flops_per_example(self.reference)
         limit = (None, source) if peak is None else (peak * 1e12 / flops, f"{flops / 1e9:.4g} GFLOP of an example at {source}")
-        rows, rates = self.search_batches(limit)
+        batches = self.options.compiled_batches if self.runtime == COMPILED else self.options.batches
+        rows, rates = self.times.search(lambda size: self.on_batch(self.prepared.call, size), batches, limit)
         best = max(rates, key=lambda size: rates[size])
         frames = []
         for size in dict.fromkeys((1, best)):
-            x = self.reference.batch_of(size)
-            functions: list[Callable[[], object]] = [lambda x=x: self.call(x)]
+            calls = [self.on_batch(self.prepared.call, size)]
             if self.runtime != EAGER:
-                eager, cast = self.reference.eager(dtype), _formed(x, FORMATS[dtype].storage)
-                functions.append(lambda eager=eager, cast=cast: eager(cast))
+                calls.append(self.on_batch(self.reference.eager(dtype), size))
+            longest_s = max(second_call_s(call, device) for call in calls)
             # ONNX Runtime has its own threads, which would compete with the idle threads of PyTorch if calls alternated.
-            clock, order = (BlockClock(), {"order": "blocks"}) if self.runtime == ORT_CPU else (None, {})
-            mine, *others = time_interleaved(functions, device, cold=False, time_limit_s=time_limit_s, clock=clock)
+            clock = BlockClock() if device.kind == "cpu" else WallClock(device, calls_that_fill(_BLOCK_S, longest_s))
+            timings = time_interleaved(calls, device, cold=False, time_limit_s=time_limit_s, clock=clock)
             role = "best batch" if size == best else "one example"
-            columns = self.columns(batch=size, cache="hot", role=role, **order)
-            rate = mine.estimate.map(lambda seconds, size=size: size / seconds)
-            rows.append(timed_row(self.context, self.runtime, "samples_per_s", rate, mine, check, limit, **columns))
-            frames.append(sample_frame(mine, f"{self.runtime}, in turn", **columns))
-            if others:
+            columns = self.columns(batch=size, cache="hot", role=role, order="blocks")
+            rows.append(self.rate_row(self.runtime, timings[0], limit, check, columns))
+            frames.append(sample_frame(timings[0], f"{self.runtime}, in turn", **columns))
+            if len(timings) > 1:
                 why = "no limit: two runtimes of the same model"
-                rows.append(speedup_row(self.context, self.runtime, mine, others[0], why, check, **columns))
+                rows.append(speedup_row(self.context, self.runtime, *timings, why, check, **columns))
+                # The rate of eager mode beside this runtime is stored, so that the ratio can be compared with eager mode alone.
+                columns = self.columns(batch=size, cache="hot", role=role, order="blocks", beside=self.runtime)
+                rows.append(self.rate_row(EAGER, timings[1], limit, None, columns))
+                frames.append(sample_frame(timings[1], f"{EAGER}, in turn", **columns))
         return rows, frames
 
-    def search_batches(self, limit: tuple[float | None, str]) -> tuple[list[Row], dict[int, float]]:
-        """Time the batch sizes of the options. Return the rows, and the examples per second of each timed batch size.
+    def rate_row(
+        self, variant: str, timing: Timing, limit: tuple[float | None, str], check: Verification | None, columns: dict
+    ) -> Row:
+        """Return a row with the examples per second of a timing."""
+        rate = timing.estimate.map(lambda seconds: columns["params"]["batch"] / seconds)
+        return timed_row(self.context, variant, "samples_per_s", rate, timing, check, limit, **columns)
 
-        Args:
-            limit: (largest possible number of examples per second, its source), or (None, reason why there is no limit).
-        """
-        device, time_limit_s = self.prepared.device, self.options.time_limit_s
-        rows: list[Row] = []
-        rates: dict[int, float] = {}
-        too_long = ""
-        for size in self.options.compiled_batches if self.runtime == COMPILED else self.options.batches:
-            conditions = {"batch": size, "role": "search"}
-            if too_long:
-                rows.append(self.absent_row("samples_per_s", too_long, **conditions))
-                continue
-            try:
-                x = self.reference.batch_of(size)
-                one_call_s = _seconds(lambda x=x: self.call(x), device)
-                # The smallest batch is always timed, so that each runtime has a rate.
-                if rates and one_call_s > time_limit_s:
-                    too_long = f"a call with batch {size} takes {one_call_s:.2g} s; the profile allows {time_limit_s:g} s"
-                    rows.append(self.absent_row("samples_per_s", too_long, **conditions))
-                    continue
-                timing = time_function(
-                    lambda x=x: self.call(x),
-                    device,
-                    cold=False,
-                    minimum_samples=LEAST_FOR_AN_INTERVAL,
-                    time_limit_s=time_limit_s / 4,
-                )
-            except torch.OutOfMemoryError as error:
-                rows.append(self.absent_row("samples_per_s", out_of_memory_reason(error), **conditions))
-                continue
-            rates[size] = size / timing.estimate.value
-            rate = timing.estimate.map(lambda seconds, size=size: size / seconds)
-            columns = self.columns(**conditions) | {"limit": limit[0], "limit_source": limit[1]}
-            rows.append(self.context.row(self.runtime, "samples_per_s", rate, **columns))
-        return rows, rates
+    def on_batch(self, call: Callable[[Tensor], Tensor], size: int) -> Callable[[], Tensor]:
+        """Return a function that calls a model with a batch in the number format of the runtime."""
+        x = self.formed(batch_of(self.reference.inputs, size))
+        return lambda: call(x)
 
 
-def _seconds(call: Callable[[], object], device: Device) -> float:
-    """Return the time of the second call in seconds, including its work on the device.
-
-    The first call may compile, capture or allocate, so its time does not count.
-    """
-    _, seconds = WallClock(device, calls=1).sample([call], None, 2)[0]
-    return seconds
-
-
-def _build(context: Context, options: RuntimesOptions, trained: TrainedModel) -> float | str:
-    """Build a package in a separate process. Return the build time in seconds, or the reason why there is no package."""
+def _build(context: Context, options: RuntimesOptions, trained: TrainedModel) -> float | list[Row]:
+    """Build a package in a separate process. Return the build time in seconds, or rows that state why there is no package."""
     if reason := options.why_absent(trained.kind, AOTI, context.device):
-        return reason
+        return _absent(context, trained, AOTI, options.dtype, reason)
     # Two builds run at the same time, and each needs a separate folder.
     own = replace(context, workspace=context.workspace / f"build-{trained.name}")
     try:
         params = {"folder": str(trained.folder), "package": str(_package(context, trained))}
         return not_none(run_variant(own, _quiet, build_in_process, params).rows[0].value)
     except JobError as error:
-        return f"the process that builds the package: {_reason(error)}"
+        return _failed(context, trained, AOTI, options.dtype, f"the process that builds the package: {_reason(error)}")
 
 
-def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedModel, build: float | str) -> Result:
+def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedModel, build: float | list[Row]) -> Result:
     """Load and measure a package in a separate process.
 
     If there is no package, or if the process crashes, the rows contain the reason.
@@ -510,13 +458,13 @@ def _ahead_of_time(context: Context, options: RuntimesOptions, trained: TrainedM
     Args:
         build: the result of `_build`.
     """
-    if isinstance(build, str):
-        return Result(_absent(context, trained, AOTI, options.dtype, build), pd.DataFrame())
+    if isinstance(build, list):
+        return Result(build, pd.DataFrame())
     try:
         return run_variant(context, _quiet, load_in_process, {"folder": str(trained.folder), "build_s": build})
     except JobError as error:
         reason = f"the process that loads and runs the package: {_reason(error)}"
-        return Result(_absent(context, trained, AOTI, options.dtype, reason), pd.DataFrame())
+        return Result(_failed(context, trained, AOTI, options.dtype, reason), pd.DataFrame())
     finally:
         _package(context, trained).unlink(missing_ok=True)
 
@@ -531,6 +479,12 @@ def _absent(context: Context, trained: TrainedModel, runtime: str, dtype: str, r
     quality = "perplexity_ratio" if trained.kind == LANGUAGE else "accuracy_difference"
     metrics = (quality, "relative_difference", "samples_per_s", *LATENCIES.values())
     return [context.absent_row(runtime, metric, reason, dtype=dtype, params={"model": trained.name}) for metric in metrics]
+
+
+def _failed(context: Context, trained: TrainedModel, runtime: str, dtype: str, reason: str) -> list[Row]:
+    """Return the rows of a runtime that can be used here but failed. The chapter reports the first row as unexpected."""
+    first, *others = _absent(context, trained, runtime, dtype, reason)
+    return [replace(first, value_reason=UNEXPECTED + reason), *others]
 
 
 def _dtype(runtime: str, options: RuntimesOptions) -> str:

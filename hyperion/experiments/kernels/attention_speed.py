@@ -214,12 +214,13 @@ def _speedups(
     """Return the speed-up of the Triton kernels over each of the other implementations."""
     if TRITON not in timings:
         return []
-    why, check = "no limit: two implementations of attention", checks[TRITON]
-    return [
-        speedup_row(context, f"triton over {name}", timings[TRITON], timing, why, check, dtype=dtype, params=params)
-        for name, timing in timings.items()
-        if name != TRITON
-    ]
+    why, columns = "no limit: two implementations of attention", {"dtype": dtype, "params": params}
+    rows = []
+    for name, timing in timings.items():
+        if name != TRITON:
+            check = checks[TRITON].worse(checks[name])
+            rows.append(speedup_row(context, f"triton over {name}", timings[TRITON], timing, why, check, **columns))
+    return rows
 
 
 def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal: bool) -> _Contender:

@@ -17,6 +17,8 @@ Claim = tuple[bool, str]
 LARGE_ARRAY, LARGE_PRODUCT, LONG = 1 << 26, 4096, 8192
 SHARE_OF_COPY, SHARE_OF_MM, SHARE_OF_CUDNN = 0.85, 0.85, {"forward": 0.6, "backward": 0.5}
 LDS_BYTES = 64 << 10
+# Quadratic share of the memory of attention: largest without a matrix of scores, and smallest with one.
+LARGEST_LINEAR, SMALLEST_QUADRATIC = 0.05, 0.5
 
 
 def has_bars(environment: dict) -> bool:
@@ -69,6 +71,34 @@ def attention_claims(rows: Sequence[Row], options: AttentionSpeedOptions) -> lis
             claims.append(_reaches(rows, "triton over cudnn", share, wanted))
             claims.append(_reaches(rows, "triton over flash", 1.0 if which == "forward" else 0.0, wanted))
     return claims
+
+
+def memory_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims about the quadratic share of the memory of each implementation that ran.
+
+    If no polynomial fits the memory of an implementation, the growth between the two greatest lengths is compared with that of a
+    polynomial without a constant term and with the allowed share. A constant term only makes the growth smaller, so a larger
+    growth contradicts the share.
+    """
+    peaks: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.metric == "peak_memory_gib" and row.value is not None:
+            peaks.setdefault(row.variant, {})[row.params["length"]] = row.value
+    shares = {row.variant: row.value for row in rows if row.metric == "quadratic_share" and row.value is not None}
+    claims = []
+    for name, by_length in peaks.items():
+        quadratic = name == "math"
+        allowed = SMALLEST_QUADRATIC if quadratic else LARGEST_LINEAR
+        if name in shares:
+            found, what = shares[name], "quadratic share"
+        else:
+            shorter, longest = sorted(by_length)[-2:]
+            ratio = shorter / longest
+            allowed = 1 / ((1 - allowed) * ratio + allowed * ratio**2)
+            found, what = by_length[longest] / by_length[shorter], f"growth from {shorter} to {longest} positions"
+        holds = found > allowed if quadratic else found < allowed
+        claims.append((holds, f"{name}: {what} {found:.3f}, expected {'more' if quadratic else 'less'} than {allowed:.3f}"))
+    return claims or [(False, "the memory of no implementation was measured")]
 
 
 def _reaches(rows: Sequence[Row], variant: str, least: float, wanted: dict) -> Claim:

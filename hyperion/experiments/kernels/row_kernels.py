@@ -120,7 +120,8 @@ def _measure(context: Context, options: RowKernelsOptions, operation: str) -> tu
         rows.append(timed_row(context, f"{name} over copy", "rate_ratio", ratio, timing, checks[name], no_limit, **columns))
     if TRITON in timings:
         why = "no limit: two implementations of the same operation"
-        rows.append(speedup_row(context, "triton over torch", timings[TRITON], timings[TORCH], why, checks[TRITON], **columns))
+        check = checks[TRITON].worse(checks[TORCH])
+        rows.append(speedup_row(context, "triton over torch", timings[TRITON], timings[TORCH], why, check, **columns))
     frames = [sample_frame(timing, name, dtype, params) for name, timing in timings.items()]
     return rows, frames
 

@@ -21,7 +21,10 @@ _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 def byte_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that every byte count equals the one computed from the number format."""
     found = _known(rows, "weight_bytes")
-    claims = [(row.check_error == 0, f"{row.variant}: {row.check_error} bytes more or fewer than computed") for row in found]
+    claims = [
+        (row.check_error == 0, f"{row.variant}: {row.value_reason or f'{row.check_error} bytes more or fewer than computed'}")
+        for row in found
+    ]
     return claims or [(False, "no row of weight_bytes has a value")]
 
 
@@ -60,7 +63,7 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
     used. If no large model was decoded, as on a CPU, the result contains no such claim.
     """
     claims = []
-    large = {row.params["model"] for row in _known(rows, "weight_bytes") if not_none(row.value) >= LARGE_BYTES}
+    large = {row.params["model"] for row in rows if row.metric == "weight_bytes" and (row.value or 0) >= LARGE_BYTES}
     for model in sorted(large):
         found = [row for row in rows if row.variant == "original" and row.params["model"] == model]
         of_copy = [row.value for row in found if row.metric == "decode_bandwidth_share" and row.value is not None]

@@ -6,10 +6,12 @@ contain:
 - the error of each quantised layer against float64, with a bound computed from the spacing of the format's values;
 - perplexity or accuracy relative to the original model on the same tokens or images;
 - the bytes of the stored weights, which must equal the bytes computed from the format, and the size of the file;
-- the time of a batch, in alternation with the original model in the same runtime;
+- the time of a batch, in alternation with the original model in the same runtime; percentiles of the latency of one example; and
+  the rate for several batch sizes;
 - the modules, operators and kernels that ran.
 """
 
+import functools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -31,6 +33,8 @@ from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, largest_error, matmul_precision, time_interleaved
 from hyperion.models.llama import layer_shapes
 from hyperion.results import Row, proportion_estimate
+from hyperion.results.rows import UNEXPECTED
+from hyperion.workloads.batch_times import BatchTimes, batch_of
 from hyperion.workloads.datasets import IMAGES, TEXT
 from hyperion.workloads.onnx_sessions import Session, why_no_onnx
 from hyperion.workloads.quality import change_of_quality, perplexity, windows_of_tokens
@@ -57,9 +61,14 @@ class QuantizationOptions(Options):
     Args:
         language_model, classifier: names of trained models, see `hyperion.workloads.trained_models`.
         dtype: number format of the original language model in PyTorch, and of the inputs to its quantised layers.
-        batch_size: number of windows or images in a timed batch.
+        batch_size: number of windows or images in the batch with which all variants are timed in alternation.
+        batches: batch sizes that the search for the best one tries.
+        latency_samples: number of calls for the latency percentiles. The 99th percentile needs at least 368.
+        latency_limit_s: time limit in seconds for these calls. A slow variant makes fewer calls. A percentile that needs more
+            calls then has no value.
         time_limit_s: seconds of timing for each variant.
-        host_batch_size: batch size for ONNX Runtime on a machine with a GPU. ONNX Runtime uses the CPU of this machine.
+        host_batch_size: batch size for ONNX Runtime on a machine with a GPU. ONNX Runtime uses the CPU of this machine. Its
+            search tries no larger batch.
         host_windows, host_images: largest number of windows and of images that ONNX Runtime scores on such a machine.
     """
 
@@ -67,6 +76,9 @@ class QuantizationOptions(Options):
     classifier: str
     dtype: str
     batch_size: int
+    batches: tuple[int, ...]
+    latency_samples: int
+    latency_limit_s: float
     time_limit_s: float
     host_batch_size: int = 1
     host_windows: int = 32
@@ -174,9 +186,9 @@ class _Material:
         """True if the machine has a GPU and the runtime uses the CPU. The same work takes much longer there."""
         return self.device.kind != self.context.device.kind
 
-    def batch(self) -> Tensor:
-        """Return the inputs of the timed batch."""
-        return self.trained.held_out(self.device)[0][: self.batch_size]
+    def batch(self, size: int = 0) -> Tensor:
+        """Return the inputs of a batch. Without a size, it is the batch with which all variants are timed."""
+        return batch_of(self.trained.held_out(self.device)[0], size or self.batch_size)
 
     def score(self, call: Callable[[Tensor], Tensor]) -> Scores:
         """Score a variant on the held-out data."""
@@ -199,12 +211,33 @@ class _Material:
         check = checked("float64, largest error over its bound", ratio, 1.0)
         return self.context.row(name, "relative_difference", error, **self.columns(dtype, **params), **check)
 
-    def time_rows(self, calls: Mapping[str, tuple[str, Callable[[], object]]]) -> Found:
-        """Time variants in alternation. Return their times and their speed-ups over the original.
+    def time_rows(self, variants: Mapping[str, tuple[str, Callable[[Tensor], object]]]) -> Found:
+        """Time variants: in alternation, with one example, and with several batch sizes.
 
         Args:
-            calls: a dict that maps the name of each variant to (number format, function). It contains the original.
+            variants: a dict that maps the name of each variant to (number format, model). It contains the original.
+
+        Returns:
+            Rows with the times of all variants and their speed-ups over the original for one batch size, with the percentiles of
+            their latency for one example, and with their rates for each batch size; and the samples.
         """
+        rows, frames = self._in_alternation({name: (dtype, self._on_batch(call)) for name, (dtype, call) in variants.items()})
+        options = self.options
+        batches = [size for size in options.batches if not self._on_host or size <= options.host_batch_size]
+        limits = (options.latency_samples, options.latency_limit_s, options.time_limit_s)
+        for name, (dtype, call) in variants.items():
+            times = BatchTimes(self.context, name, self.device, functools.partial(self.columns, dtype), *limits)
+            latencies, frame, _ = times.latency(self._on_batch(call, 1))
+            rates, _ = times.search(functools.partial(self._on_batch, call), batches, (None, _NO_TIME_LIMIT))
+            rows += latencies + rates
+            frames.append(frame)
+        return rows, frames
+
+    def _on_batch(self, call: Callable[[Tensor], object], size: int = 0) -> Callable[[], object]:
+        batch = self.batch(size)
+        return lambda: call(batch)
+
+    def _in_alternation(self, calls: Mapping[str, tuple[str, Callable[[], object]]]) -> Found:
         functions = [call for _, call in calls.values()]
         limit_s = self.options.time_limit_s * len(calls)
         timings = dict(zip(calls, time_interleaved(functions, self.device, cold=False, time_limit_s=limit_s), strict=True))
@@ -233,13 +266,13 @@ def _language_in_torch(context: Context, options: QuantizationOptions, trained: 
     storage = FORMATS[options.dtype].storage
     material = _Material(context, options, trained, EAGER, context.device, options.dtype)
     original = trained.load(context.device, storage)
-    scores, batch = material.score(original), material.batch()
+    scores = material.score(original)
     weights = [linear.weight for linear in block_linears(original).values()]
     stored, computed = sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights) * storage.itemsize
     path = _save(original, context.workspace / "original.safetensors")
     rows = [material.quality_row(ORIGINAL, options.dtype, scores, scores)]
     rows += material.byte_rows(ORIGINAL, options.dtype, stored, computed, path)
-    calls = {ORIGINAL: (options.dtype, lambda: original(batch))}
+    variants: dict[str, tuple[str, Callable[[Tensor], object]]] = {ORIGINAL: (options.dtype, original)}
     for done, scheme in enumerate(SCHEMES):
         report(done, len(SCHEMES) + 2, scheme.name)
         reason = scheme.why_absent(context.device)
@@ -248,15 +281,16 @@ def _language_in_torch(context: Context, options: QuantizationOptions, trained: 
                 model = trained.load(context.device, storage)
                 originals = replace_linears(model, scheme, context.device)
                 rows += _scheme_rows(material, scheme, model, originals, scores)
-                calls[scheme.name] = (scheme.dtype, lambda model=model: model(batch))
+                variants[scheme.name] = (scheme.dtype, model)
             except (torch.AcceleratorError, torch.OutOfMemoryError):
                 raise
-            except RuntimeError as error:  # the device or its library does not support the format or the shape
-                reason = f"refused: {str(error).splitlines()[0]}"
+            except RuntimeError as error:
+                # `why_absent` found nothing missing, so this is a fault, which the chapter reports. The other schemes still run.
+                reason = f"{UNEXPECTED}{(str(error).splitlines() or ['no message'])[0]}"
         if reason:
             rows.append(context.absent_row(scheme.name, "weight_bytes", reason, **material.columns(scheme.dtype)))
     with torch.inference_mode():
-        timed, frames = material.time_rows(calls)
+        timed, frames = material.time_rows(variants)
     return rows + timed, frames
 
 
@@ -342,8 +376,7 @@ def _in_onnx(context: Context, options: QuantizationOptions, trained: TrainedMod
         stored, computed = onnx_int8.stored_weight_bytes(target), onnx_int8.weight_bytes(kind, shapes)
         rows += material.byte_rows(kind, "int8", stored, computed, target)
     rows += _onnx_error_rows(material, model, kinds)
-    calls = {name: ("fp32" if name == ORIGINAL else "int8", lambda one=one: one(batch)) for name, one in sessions.items()}
-    timed, frames = material.time_rows(calls)
+    timed, frames = material.time_rows({name: ("fp32" if name == ORIGINAL else "int8", one) for name, one in sessions.items()})
     return rows + timed, frames
 
 

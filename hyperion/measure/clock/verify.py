@@ -151,6 +151,12 @@ class Verification:
         # Written with <= because a NaN must fail.
         return self.error <= self.tolerance
 
+    def worse(self, other: "Verification") -> "Verification":
+        """Return the one of two checks that is further from passing, for a value that depends on both outputs."""
+        if not (self.passed and other.passed):
+            return other if self.passed else self
+        return other if other.error * self.tolerance > self.error * other.tolerance else self
+
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the relative Frobenius error |output - reference| / |reference|, computed in float64.

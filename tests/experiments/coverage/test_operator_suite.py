@@ -183,6 +183,12 @@ def test_a_known_gap_has_its_cause_and_an_unknown_one_is_refused(tmp_path):
     assert unknown.without_failed_value().value is None
     assert [holds for holds, _ in operator_claims([known])] == [False]  # nothing was counted
     assert "logcumsumexp, bf16, forward" in operator_claims([unknown.without_failed_value()])[0][1]
+    # The gap of the backward pass does not hide a smaller, unknown error of the forward pass.
+    both = [one | {"ratio": 30.0}, one | {"ratio": 10.0, "pass": "forward"}]
+    (hidden,) = operator_suite._rows_of(context, "logcumsumexp", both)
+    assert hidden.without_failed_value().is_unexpected and hidden.params["worst pass"] == "forward"
+    (right,) = operator_suite._rows_of(context, "logcumsumexp", [both[0], one | {"ratio": 0.5, "pass": "forward"}])
+    assert right.without_failed_value().value == 30
     # A gradient that is not finite cannot be a value, so its row states the cause instead.
     one = one | {"entry": "nn.functional.normalize", "ratio": math.inf}
     fp16, bf16 = (operator_suite._rows_of(context, "nn.functional.normalize", [one | {"dtype": d}])[0] for d in ("fp16", "bf16"))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hyperion.experiments.inference.exercises import P99_SAMPLES, judge_parity, judge_percentile
-from hyperion.experiments.inference.percentiles import percentile
+from hyperion.workloads.percentiles import percentile
 from tests.exercise_scores import solved
 
 

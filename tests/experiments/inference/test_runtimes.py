@@ -15,7 +15,7 @@ from torch import nn
 
 from hyperion.chapter import experiment_named, load_profile
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import backends, runtimes
+from hyperion.experiments.inference import backends, batch_times, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
     COMPILED,
@@ -31,7 +31,7 @@ from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tole
 from hyperion.experiments.quantization import onnx_int8
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace_linears
 from hyperion.hardware import detect_cpu
-from hyperion.measure import FORMATS
+from hyperion.measure import FORMATS, Verification
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED
 from hyperion.workloads.onnx_sessions import CPU_PROVIDER, SPINNING, Session, require_provider, why_no_gpu_provider, why_no_onnx
@@ -114,16 +114,51 @@ def test_eager_mode_in_16_bits_is_itself_with_frequencies_in_float32(material, m
     assert {one.dtype for one in seen[0].buffers()} == {torch.float32}, "the frequencies of the rotary embeddings"
 
 
+def test_both_sides_of_a_speed_up_get_the_same_converted_inputs(material, monkeypatch):
+    context, trained = material[0], material[1]
+    options = RuntimesOptions.of(context)
+    reference = runtimes._Reference(trained, CPU, CPU, options)
+    model, given = trained.load(CPU, torch.bfloat16), {"runtime": set(), "eager": set()}
+
+    def seen(name, call):
+        return lambda x: given[name].add((x.dtype, x.is_contiguous(memory_format=torch.channels_last))) or call(x)
+
+    monkeypatch.setattr(reference, "eager", lambda dtype: seen("eager", model))
+    prepared = Prepared(seen("runtime", model), CPU, "bf16")
+    runtimes._Variant(context, options, "a runtime", prepared, reference).time_throughput(Verification("c", 0.0, 1.0))
+    assert given == {"runtime": {(torch.bfloat16, True)}, "eager": {(torch.bfloat16, True)}}
+
+
+def test_a_runtime_that_fails_is_unexpected_and_the_others_run(material, monkeypatch):
+    context, trained = material[0], material[1]
+
+    def broken(runtime, *given):
+        if runtime == ORT_CPU:
+            raise ValueError("no such operator")
+        return prepare(runtime, *given)
+
+    monkeypatch.setattr(runtimes, "IN_PROCESS", (ORT_CPU, backends.MIGRAPHX, EAGER))
+    monkeypatch.setattr(runtimes, "prepare", broken)
+    monkeypatch.setattr(
+        RuntimesOptions, "why_absent", lambda self, kind, runtime, device: "" if runtime != backends.MIGRAPHX else "no"
+    )
+    rows = runtimes.measure_in_process(context, lambda *_: None, str(trained.folder)).rows
+    assert [(row.variant, row.value_reason) for row in rows if row.is_unexpected] == [
+        (ORT_CPU, f"{UNEXPECTED}ValueError: no such operator")
+    ]
+    assert of([row for row in rows if row.variant == EAGER], "latency_p50_s")[0].value
+
+
 def test_a_slow_runtime_is_timed_with_fewer_calls_and_smaller_batches(material, monkeypatch):
-    monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 0.2)  # 8 s allow 40 of the 80 calls
+    monkeypatch.setattr(batch_times, "second_call_s", lambda call, device: 0.2)  # 8 s allow 40 of the 80 calls
     asked = []
-    time_function = runtimes.time_function
+    time_function = batch_times.time_function
 
     def recorded(function, device, **options):
         asked.append(options.get("minimum_samples"))
         return time_function(function, device, **options)
 
-    monkeypatch.setattr(runtimes, "time_function", recorded)
+    monkeypatch.setattr(batch_times, "time_function", recorded)
     rows = measured(material, EAGER)
     assert asked == [40, 6], "the latency, and the search with one example"
     search = of(rows, "samples_per_s", role="search")
@@ -148,9 +183,15 @@ def test_onnx_runtime_agrees_and_says_which_provider_ran(material):
     assert all(row.value is not None and row.params["providers"] == CPU_PROVIDER for row in parity)
     assert of(rows, "stored_gb")[0].value * 1e9 > 4 * material[1].facts["parameters"] * 0.95
     assert of(rows, "kernels_per_call")[0].value >= 20, "at least the convolutions"
-    assert of(rows, "speedup")
     compared = [row for row in of(rows, "samples_per_s") if row.params["role"] != "search"]
     assert compared and all(row.params["order"] == "blocks" for row in compared)
+    for ratio in of(rows, "speedup"):
+        role = ratio.params["role"]
+        mine = next(row for row in compared if row.variant == ORT_CPU and row.params["role"] == role)
+        eager = next(row for row in compared if row.params.get("beside") == ORT_CPU and row.params["role"] == role)
+        # The ratio of the medians is not the median of the ratios, but it lies in an interval as wide as those of both times.
+        assert eager.variant == EAGER and eager.ci_low / mine.ci_high <= 1 / ratio.value <= eager.ci_high / mine.ci_low
+    assert len(of(rows, "speedup")) == len({row.params["role"] for row in compared})
 
 
 def test_a_perceptron_has_the_outputs_of_eager_mode_and_its_int8_twin_is_near(tmp_path):
@@ -245,10 +286,10 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
         return 1e-6
 
     gpu = dataclasses.replace(CPU, kind="cuda")
-    timed = runtimes.time_function
+    timed = batch_times.time_function
     monkeypatch.setattr(runtimes, "device_seconds", on_a_gpu)
-    monkeypatch.setattr(runtimes, "_seconds", lambda call, device: 1e-3)
-    monkeypatch.setattr(runtimes, "time_function", lambda call, device, **options: timed(call, CPU, **options))
+    monkeypatch.setattr(batch_times, "second_call_s", lambda call, device: 1e-3)
+    monkeypatch.setattr(batch_times, "time_function", lambda call, device, **options: timed(call, CPU, **options))
     rows, _ = runtimes._Variant(context, options, backends.GRAPH, Prepared(model, gpu, "bf16"), reference).time_latency()
     assert seen == [torch.bfloat16]
     assert of(rows, "share")[0].params["label"] == "host-bound"
@@ -376,6 +417,7 @@ def test_a_package_that_ends_its_process_is_a_row_with_the_reason(material, monk
         assert {row.variant for row in rows} == {AOTI} and all(row.value is None for row in rows)
         assert all(f"the process that {step} the package" in row.value_reason for row in rows)
         assert all("was killed by SIGSEGV" in row.value_reason for row in rows)
+        assert sum(row.is_unexpected for row in rows) == 1
 
 
 _REGEX = """

@@ -15,7 +15,14 @@ from hyperion.experiments.kernels import (
     row_kernels,
 )
 from hyperion.experiments.kernels.attention_implementations import RefusedError, attend, make_inputs, what_ran
-from hyperion.experiments.kernels.claims import attention_claims, bandwidth_claims, compiled_claims, has_bars, product_claims
+from hyperion.experiments.kernels.claims import (
+    attention_claims,
+    bandwidth_claims,
+    compiled_claims,
+    has_bars,
+    memory_claims,
+    product_claims,
+)
 from hyperion.experiments.kernels.timed_outputs import time_and_keep
 from hyperion.hardware import detect
 from hyperion.results import Row, RowError
@@ -153,6 +160,30 @@ def speedup(variant, value, params, low=None):
     interval = {"n": 30, "ci_low": low or value, "ci_high": value} if value is not None else {}
     columns = {"notebook": "n", "experiment": "e", "metric": "speedup"} | why | interval
     return Row(variant=variant, value=value, params=params, **columns)
+
+
+def test_memory_without_a_fit_is_judged_by_its_growth():
+    common = {"notebook": "n", "experiment": "attention_memory", "dtype": "bf16"}
+
+    def rows(name, gib, share=None):
+        found = [
+            Row(variant=name, metric="peak_memory_gib", value=value, params={"length": 8192 * 2**place}, **common)
+            for place, value in enumerate(gib)
+        ]
+        reason = "" if share is not None else "no polynomial of the second degree fits"
+        return [*found, Row(variant=name, metric="quadratic_share", value=share, value_reason=reason, **common)]
+
+    def judged(*given):
+        return [holds for holds, _ in memory_claims(rows(*given))]
+
+    # Growth by 2 means linear memory; a share of 5 % allows 2.05. Growth by 4 means quadratic memory; a share of 50 % needs 2.67.
+    assert judged("flash", [1.0, 2.0]) == judged("flash", [1.0, 1.1]) == judged("math", [1.0, 2.8]) == [True]
+    assert judged("flash", [1.0, 2.1]) == judged("math", [1.0, 2.6]) == [False]
+    assert judged("flash", [1.0, 4.0], 0.04) == judged("math", [1.0, 1.0], 0.6) == [True]
+    assert judged("flash", [1.0, 1.0], 0.06) == judged("math", [1.0, 4.0], 0.4) == [False]
+    absent = Row(variant="cudnn", metric="quadratic_share", value=None, value_reason="unavailable: made up", **common)
+    assert [holds for holds, _ in memory_claims([*rows("flash", [1.0, 2.0]), absent])] == [True]
+    assert [holds for holds, _ in memory_claims([absent])] == [False]
 
 
 def test_claims_do_not_hold_without_rows_and_speed_needs_an_interval():

@@ -21,13 +21,23 @@ from hyperion.experiments.quantization.quantized_linears import SCHEMES, Int8Lin
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models.llama import build_random_llama
 from hyperion.results import Row, RowError
+from hyperion.results.rows import UNEXPECTED
 from hyperion.workloads.onnx_sessions import Session, why_no_onnx
 from hyperion.workloads.quality import windows_of_tokens
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.quantization.planted_bugs import unpack_wrong_nibble
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
-TOY = {"language_model": "llama_toy", "classifier": "resnet18_toy", "dtype": "fp32", "batch_size": 4, "time_limit_s": 0.01}
+TOY = {
+    "language_model": "llama_toy",
+    "classifier": "resnet18_toy",
+    "dtype": "fp32",
+    "batch_size": 4,
+    "batches": [1, 3],
+    "latency_samples": 20,
+    "latency_limit_s": 0.1,
+    "time_limit_s": 0.01,
+}
 DECODE = {
     "trained_model": "llama_toy",
     "dtype": "fp32",
@@ -85,9 +95,15 @@ def test_every_scheme_has_bytes_errors_quality_and_time_or_a_reason(result):
     for metric in ("weight_bytes", "relative_difference", "speedup", "stored_gb"):
         assert ran <= {row.variant for row in known(result.rows, metric)}, metric
     assert ran - {onnx_int8.DIVERGENCE} <= {row.variant for row in known(result.rows, "perplexity_ratio")}
-    absent = {row.variant: row.value_reason for row in result.rows if row.value is None}
+    absent = {row.variant: row.value_reason for row in result.rows if row.value is None and row.metric == "weight_bytes"}
     assert set(absent) == {scheme.name for scheme in SCHEMES} - here and all(absent.values())
     assert {row.variant for row in known(result.rows, "accuracy_difference")} == set(onnx_int8.KINDS)
+    variants = {(row.variant, row.params["model"], row.params["runtime"]) for row in known(result.rows, "inference_time_s")}
+    for metric, batches in (("latency_p50_s", [1]), ("latency_p99_s", [1]), ("samples_per_s", [1, 3])):
+        found = [row for row in result.rows if row.metric == metric]
+        for variant in variants:
+            one = [row for row in found if (row.variant, row.params["model"], row.params["runtime"]) == variant]
+            assert [row.params["batch"] for row in one] == batches, (metric, variant)
     assert all(holds for holds, _ in byte_claims(result.rows) + error_claims(result.rows))
 
 
@@ -125,7 +141,7 @@ def test_planted_faults_of_a_scheme_are_refused(fault, tmp_path, monkeypatch):
         perform(toy_context("quantization", TOY, tmp_path), tmp_path)
 
 
-def test_a_refusal_is_a_row_and_an_error_of_the_device_is_not(tmp_path, monkeypatch):
+def test_a_scheme_that_fails_is_unexpected_and_an_error_of_the_device_ends_the_experiment(tmp_path, monkeypatch):
     class Refusing(type(SCHEMES[0])):
         error = RuntimeError("the shape is not supported")
 
@@ -135,8 +151,10 @@ def test_a_refusal_is_a_row_and_an_error_of_the_device_is_not(tmp_path, monkeypa
     monkeypatch.setattr(quantization, "SCHEMES", (Refusing(),))
     monkeypatch.setattr(quantization, "_in_onnx", lambda *given: ([], []))
     rows = perform(toy_context("quantization", TOY, tmp_path), tmp_path).rows
-    (reason,) = [row.value_reason for row in rows if row.value is None]
-    assert reason == "refused: the shape is not supported"
+    (failed,) = [row for row in rows if row.is_unexpected]
+    assert failed.value_reason == f"{UNEXPECTED}the shape is not supported" and failed.variant == SCHEMES[0].name
+    assert known(rows, "inference_time_s"), "the original model still runs"
+    assert [claim for claim in byte_claims(rows) if not claim[0]] == [(False, f"{failed.variant}: {failed.value_reason}")]
     Refusing.error = torch.AcceleratorError("an illegal memory access")
     with pytest.raises(torch.AcceleratorError):
         perform(toy_context("quantization", TOY, tmp_path / "again"), tmp_path / "again")
@@ -346,6 +364,8 @@ def test_the_share_of_bandwidth_has_a_claim_for_large_models_only():
     assert [holds for holds, _ in decode_claims(rows(13e9, 0.1, 0.75))] == [True]
     assert [holds for holds, _ in decode_claims(rows(13e9, 0.1, 0.65))] == [False]
     assert [holds for holds, _ in decode_claims(rows(13e9))] == [False]
+    wrong_bytes = replace(rows(13e9)[0], value=None, value_reason=f"{UNEXPECTED}made up")
+    assert decode_claims([wrong_bytes]) == [], "the chapter reports the row itself"
     # Without a measured copy, the bandwidth of the data sheet counts.
     timed = interval | {"limit": 4e-3, "params": {"model": "m"}, "check": "c", "check_error": 0, "check_tolerance": 0}
     for time_s, expected in ((5.4e-3, True), (6e-3, False)):

@@ -1,5 +1,6 @@
 """The checks by themselves: how often drift is cried without any, what an interval holds, and what each lets pass."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -233,3 +234,22 @@ def test_a_row_refuses_readings_that_are_none(column, reading, remedy):
     with pytest.raises(RowError, match=column) as refused:
         replace(row, **{column: reading}).validate()
     assert remedy in refused.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ((0.1, 0.2), (0.1, 0.3), "a"),
+        ((0.1, 0.2), (0.3, 0.4), "b"),
+        ((0.3, 0.2), (0.1, 0.2), "a"),
+        ((0.1, 0.2), (float("nan"), 0.2), "b"),
+        ((float("nan"), 0.2), (0.5, 0.2), "a"),
+        ((0.0, 0.0), (0.1, 0.2), "b"),
+        ((0.1, 0.0), (0.1, 0.2), "a"),
+    ],
+)
+def test_the_worse_of_two_checks_is_the_one_further_from_passing(a, b, expected):
+    checks = Verification("a", *a), Verification("b", *b)
+    assert checks[0].worse(checks[1]).name == expected
+    if not math.isnan(a[0] + b[0]):
+        assert checks[1].worse(checks[0]).name == expected

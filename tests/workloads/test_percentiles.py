@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference.percentiles import percentile, samples_needed
+from hyperion.workloads.percentiles import percentile, samples_needed
 
 
 @pytest.mark.parametrize("share, n", [(0.95, 72), (0.99, 368)])

@@ -1,0 +1,124 @@
+"""Measure how fast a variant of a model answers: percentiles of the latency of one example, and the best batch size."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hyperion.chapter.context import Context
+from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_row
+from hyperion.hardware import Device
+from hyperion.measure import Timing, time_function
+from hyperion.measure.clock.clocks import WallClock
+from hyperion.results import Row
+from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
+from hyperion.workloads.percentiles import percentile, samples_needed
+
+Call = Callable[[], object]
+LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}  # metric of each percentile
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """Times the calls of one variant of a model.
+
+    Args:
+        context: context of the experiment.
+        variant: name of the variant.
+        device: device on which the calls run.
+        columns: function that returns the columns of a row for its additional params.
+        latency_samples: number of calls for the percentiles of the latency.
+        latency_limit_s: time limit in seconds for these calls. A slow variant makes fewer calls. A percentile that needs more
+            calls then has no value.
+        time_limit_s: seconds of timing. The search for the best batch size ends when a call takes longer.
+    """
+
+    context: Context
+    variant: str
+    device: Device
+    columns: Callable[..., dict]
+    latency_samples: int
+    latency_limit_s: float
+    time_limit_s: float
+
+    def latency(self, call: Call) -> tuple[list[Row], pd.DataFrame, Timing]:
+        """Return rows with the percentiles of the latency of one example, the samples, and the timing.
+
+        The latency is measured with the host's clock.
+        """
+        conditions: dict[str, Any] = {"batch": 1, "cache": "hot"}
+        one_call_s = second_call_s(call, self.device)
+        timing = time_function(
+            call,
+            self.device,
+            cold=False,
+            back_to_back=1,  # synchronize after every call, because a caller waits for the result
+            minimum_samples=max(LEAST_FOR_AN_INTERVAL, min(self.latency_samples, int(self.latency_limit_s / one_call_s))),
+            time_limit_s=self.time_limit_s,
+        )
+        rows = []
+        for share, metric in LATENCIES.items():
+            count, needed = len(timing.samples_s), samples_needed(share)
+            columns = self.columns(**conditions)
+            if count < needed:
+                reason = f"{count} samples; an interval of this percentile needs {needed}"
+                rows.append(self.context.absent_row(self.variant, metric, reason, **columns))
+            else:
+                rows.append(timed_row(self.context, self.variant, metric, percentile(timing.samples_s, share), timing, **columns))
+        return rows, sample_frame(timing, self.variant, **self.columns(**conditions)), timing
+
+    def search(
+        self, call_of: Callable[[int], Call], batches: Iterable[int], limit: tuple[float | None, str]
+    ) -> tuple[list[Row], dict[int, float]]:
+        """Time several batch sizes. Return the rows, and the examples per second of each timed batch size.
+
+        Args:
+            call_of: function that takes a batch size and returns a function that runs one batch.
+            batches: batch sizes, in ascending order.
+            limit: (largest possible number of examples per second, its source), or (None, reason why there is no limit).
+        """
+        rows: list[Row] = []
+        rates: dict[int, float] = {}
+        too_long = ""
+        for size in batches:
+            columns = self.columns(batch=size, role="search")
+            if too_long:
+                rows.append(self.context.absent_row(self.variant, "samples_per_s", too_long, **columns))
+                continue
+            try:
+                call = call_of(size)
+                one_call_s = second_call_s(call, self.device)
+                # The smallest batch is always timed, so that each variant has a rate.
+                if rates and one_call_s > self.time_limit_s:
+                    too_long = f"a call with batch {size} takes {one_call_s:.2g} s; the profile allows {self.time_limit_s:g} s"
+                    rows.append(self.context.absent_row(self.variant, "samples_per_s", too_long, **columns))
+                    continue
+                timing = time_function(
+                    call, self.device, cold=False, minimum_samples=LEAST_FOR_AN_INTERVAL, time_limit_s=self.time_limit_s / 4
+                )
+            except torch.OutOfMemoryError as error:
+                rows.append(self.context.absent_row(self.variant, "samples_per_s", out_of_memory_reason(error), **columns))
+                continue
+            rates[size] = size / timing.estimate.value
+            rate = timing.estimate.map(lambda seconds, size=size: size / seconds)
+            limits = {"limit": limit[0], "limit_source": limit[1]}
+            rows.append(self.context.row(self.variant, "samples_per_s", rate, **columns, **limits))
+        return rows, rates
+
+
+def batch_of(inputs: Tensor, size: int) -> Tensor:
+    """Return a batch of inputs [size, ...]. If there are fewer inputs, they are repeated."""
+    repeats = -(-size // len(inputs))
+    return inputs.repeat(repeats, *[1] * (inputs.ndim - 1))[:size].clone()
+
+
+def second_call_s(call: Call, device: Device) -> float:
+    """Return the time of the second call in seconds, including its work on the device.
+
+    The first call may compile, capture or allocate, so its time does not count.
+    """
+    _, seconds = WallClock(device, calls=1).sample([call], None, 2)[0]
+    return seconds
