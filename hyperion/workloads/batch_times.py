@@ -59,16 +59,15 @@ class BatchTimes:
             minimum_samples=max(LEAST_FOR_AN_INTERVAL, min(self.latency_samples, int(self.latency_limit_s / one_call_s))),
             time_limit_s=self.time_limit_s,
         )
-        rows = []
+        rows, columns = [], self.columns(**conditions)
         for share, metric in LATENCIES.items():
             count, needed = len(timing.samples_s), samples_needed(share)
-            columns = self.columns(**conditions)
             if count < needed:
                 reason = f"{count} samples; an interval of this percentile needs {needed}"
                 rows.append(self.context.absent_row(self.variant, metric, reason, **columns))
             else:
                 rows.append(timed_row(self.context, self.variant, metric, percentile(timing.samples_s, share), timing, **columns))
-        return rows, sample_frame(timing, self.variant, **self.columns(**conditions)), timing
+        return rows, sample_frame(timing, self.variant, columns["dtype"], columns["params"]), timing
 
     def search(
         self, call_of: Callable[[int], Call], batches: Iterable[int], limit: tuple[float | None, str]

@@ -21,10 +21,10 @@ _BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 def byte_claims(rows: Sequence[Row]) -> list[Claim]:
     """Check that every byte count equals the one computed from the number format."""
     found = _known(rows, "weight_bytes")
-    claims = [
-        (row.check_error == 0, f"{row.variant}: {row.value_reason or f'{row.check_error} bytes more or fewer than computed'}")
-        for row in found
-    ]
+    claims = []
+    for row in found:
+        fault = row.value_reason if row.check_error is None else f"{row.check_error} bytes more or fewer than computed"
+        claims.append((row.check_error == 0, f"{row.variant}: {fault}"))
     return claims or [(False, "no row of weight_bytes has a value")]
 
 

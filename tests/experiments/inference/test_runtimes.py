@@ -15,7 +15,7 @@ from torch import nn
 
 from hyperion.chapter import experiment_named, load_profile
 from hyperion.errors import HyperionError
-from hyperion.experiments.inference import backends, batch_times, runtimes
+from hyperion.experiments.inference import backends, runtimes
 from hyperion.experiments.inference.backends import (
     AOTI,
     COMPILED,
@@ -34,6 +34,7 @@ from hyperion.hardware import detect_cpu
 from hyperion.measure import FORMATS, Verification
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED
+from hyperion.workloads import batch_times
 from hyperion.workloads.onnx_sessions import CPU_PROVIDER, SPINNING, Session, require_provider, why_no_gpu_provider, why_no_onnx
 from hyperion.workloads.trained_models import trained_classifier, trained_language_model
 from tests.chapter.toy import toy_context
