@@ -170,13 +170,13 @@ def _nvidia_load(device: Device, nvml: Any) -> Callable[[], Load]:
     }
 
     def load() -> Load:
-        values, unreadable = dict.fromkeys(_LOAD_COLUMNS), {}
+        values, unreadable = {}, {}
         for name, query in queries.items():
             try:
                 values[name] = float(query())
             except nvml.NVMLError as error:
                 unreadable[name] = f"NVML does not report it for this GPU: {error}"
-        return values["utilization_percent"], values["memory_gib"], unreadable
+        return values.get("utilization_percent"), values.get("memory_gib"), unreadable
 
     return load
 
