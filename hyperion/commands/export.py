@@ -4,9 +4,11 @@ Bencher Metric Format (https://bencher.dev/docs/reference/bencher-metric-format/
 TensorBoard and Weights & Biases are optional packages. Nothing is sent over a network.
 """
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,10 +21,12 @@ from hyperion.terminal import say
 if TYPE_CHECKING:
     from hyperion.results import Row, Run
 
-# Kinds of samples that are curves over steps, and columns that identify a curve.
-_KINDS = ("step", "evaluation")
-_IDENTITY = ("kind", "variant", "dtype", "training", "seed", "rung")
-_CURVES = ("loss", "accuracy", "perplexity_token")
+# Columns that are values of curves over the column `step`. The last two are losses with and without sharding.
+_CURVES = ("loss", "accuracy", "perplexity_token", "alone", "sharded")
+# All columns of text, and these columns of numbers, tell the curves of a table apart. The values of the first three are written
+# without the names of their columns.
+_UNNAMED = ("kind", "variant", "dtype")
+_NUMBERS = ("seed", "batch", "twin", "ranks", "rank", "round")
 
 
 class Target(StrEnum):
@@ -49,12 +53,15 @@ def export(
             written = map(str, write_flat_tables([Run.open(folder) for folder in find_runs(run)], output))
         else:
             written = [f"{output}: {_write(Run.open(find_run(run)), to, output)}"]
-    except OSError as error:
+    except BaseException as error:
         # A part of the output could be taken for all of it, and the next call would refuse to replace it.
         if output.is_dir():
             shutil.rmtree(output, ignore_errors=True)
         else:
-            output.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                output.unlink()
+        if not isinstance(error, OSError):  # such as Ctrl-C, or an error of wandb
+            raise
         raise refused_write(
             error,
             HyperionError,
@@ -106,26 +113,32 @@ def bencher_metrics(rows: Iterable["Row"]) -> dict[str, dict[str, dict[str, floa
 
 
 def curves(run: "Run") -> dict[str, list[tuple[int, float]]]:
-    """Return the curves of a run, such as losses by step, as {tag: [(step, value)]}."""
+    """Return the curves of a run, such as losses by step, as {tag: [(step, value)]}. No step occurs twice in a curve."""
     found: dict[str, list[tuple[int, float]]] = {}
     for name in sorted(run.experiments()):
-        notebook, _, experiment = name.partition("/")
-        samples: Any = run.samples(notebook, experiment)  # the types of pandas do not know the results of filters
-        if not {"kind", "step"} <= set(samples.columns):
+        samples: Any = run.samples(*name.split("/"))  # the types of pandas do not know the results of filters
+        if "step" not in samples.columns:
             continue
-        samples = samples[samples["kind"].isin(_KINDS) & samples["step"].notna()]
-        identity = [column for column in _IDENTITY if column in samples.columns]
+        texts = samples.select_dtypes(exclude=["number", "bool"]).columns
+        identity = [column for column in dict.fromkeys((*_UNNAMED, *texts, *_NUMBERS)) if column in samples.columns]
         for column in (column for column in _CURVES if column in samples.columns):
-            points = samples[samples[column].notna()]
-            for values, curve in points.groupby(identity, dropna=False, sort=True):
-                words = [_word(column, value) for column, value in zip(identity, values, strict=True) if not _missing(value)]
+            points = samples[samples["step"].notna() & samples[column].notna()]
+            # If columns that are unknown here tell curves apart, the second value of a step belongs to another curve.
+            again = points.groupby([*identity, "step"], dropna=False).cumcount().rename("again")
+            for values, curve in points.groupby([*identity, again], dropna=False, sort=True):
+                words = [
+                    _word(name, value)
+                    for name, value in zip((*identity, "again"), values, strict=True)
+                    if not _missing(value) and (name, value) != ("again", 0)
+                ]
                 steps = zip(curve["step"].astype(int).tolist(), curve[column].astype(float).tolist(), strict=True)
-                found[f"{name}/{column}/{' '.join(words)}"] = list(steps)
+                found["/".join(filter(None, (name, column, " ".join(words))))] = list(steps)
     return found
 
 
 def _word(column: str, value: object) -> str:
-    return f"seed={value:g}" if column == "seed" and isinstance(value, int | float) else str(value)
+    text = f"{value:g}" if isinstance(value, int | float) else str(value)
+    return text if column in _UNNAMED else f"{column}={text}"
 
 
 def _missing(value: object) -> bool:
@@ -170,7 +183,8 @@ def write_flat_tables(runs: "list[Run]", folder: Path) -> list[Path]:
 def write_tensorboard(run: "Run", folder: Path) -> int:
     """Write the scalars of a run as an event file of TensorBoard. Return the number of points.
 
-    TensorBoard stores values as float32.
+    TensorBoard stores values as float32. Each point has a time, but no time was recorded with a step. So the first point of a
+    curve has the start of its experiment, and each later point has one second more.
 
     Raises:
         HyperionError: TensorBoard is not installed.
@@ -182,13 +196,29 @@ def write_tensorboard(run: "Run", folder: Path) -> int:
     except ImportError as error:
         raise _not_installed("tensorboard", error) from error
 
-    writer, count = EventFileWriter(str(folder)), 0
+    writer, count, starts_s = EventFileWriter(str(folder)), 0, start_times_s(run)
     for tag, points in scalars(run).items():
-        for step, value in points:
-            writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
+        start_s = starts_s["/".join(tag.split("/")[:2])]
+        for place, (step, value) in enumerate(points):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            writer.add_event(Event(wall_time=start_s + place, step=step, summary=summary))
             count += 1
     writer.close()
     return count
+
+
+def start_times_s(run: "Run") -> dict[str, float]:
+    """Return when each experiment started, in seconds since 1970: {"notebook/experiment": time}.
+
+    For a run of an earlier version, which did not record it, the time is that of the last change of the file with the rows.
+    """
+    from hyperion.results.store import ROWS
+
+    changed_s = (run.folder / ROWS).stat().st_mtime
+    return {
+        name: datetime.fromisoformat(entry["started_at"]).timestamp() if entry.get("started_at") else changed_s
+        for name, entry in run.experiments().items()
+    }
 
 
 def write_wandb(run: "Run", folder: Path) -> int:
@@ -208,14 +238,17 @@ def write_wandb(run: "Run", folder: Path) -> int:
     folder.mkdir(parents=True)
     information, series = run.information(), curves(run)
     settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_meta=True, x_disable_stats=True)
-    with wandb.init(project="hyperion", name=run.folder.name, dir=str(folder), config=information, settings=settings) as offline:
-        for tag, points in series.items():
-            offline.define_metric(tag, step_metric=f"{tag}/at")
-            for step, value in points:
-                offline.log({tag: value, f"{tag}/at": step})
-        rows = {tag: points[0][1] for tag, points in scalars(run).items() if tag not in series}
-        offline.summary.update(rows)
-    wandb.teardown()  # wait for the process that writes the file
+    options = {"project": "hyperion", "name": run.folder.name, "dir": str(folder), "config": information, "settings": settings}
+    try:
+        with wandb.init(**options) as offline:
+            for tag, points in series.items():
+                offline.define_metric(tag, step_metric=f"{tag}/at")
+                for step, value in points:
+                    offline.log({tag: value, f"{tag}/at": step})
+            rows = {tag: points[0][1] for tag, points in scalars(run).items() if tag not in series}
+            offline.summary.update(rows)
+    finally:
+        wandb.teardown()  # wait for the process that writes the file
     return sum(map(len, series.values())) + len(rows)
 
 

@@ -3,10 +3,11 @@
 import csv
 import io
 import math
+import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,9 +18,9 @@ import typer
 from hyperion.commands.console import parse_duration
 from hyperion.errors import HyperionError
 from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, csv_rows, mean_power, system_devices
+from hyperion.hardware.visible import visible_devices
 from hyperion.terminal import say
 
-_NO_ENERGY = "no energy per token: no device reports its power"
 _GROWTH_GIB = 0.05  # less than this is noise of other programs
 _PANELS = {
     "utilization_percent": "utilisation (%)",
@@ -49,6 +50,7 @@ def monitor(
 
     The values come from NVML, amdsmi, sysfs or the operating system, and nothing is written to a device. Without a GPU, the CPU
     is watched. Output and exit code of the command are unchanged. A quantity that cannot be read is listed with the reason.
+    --tokens divides the energy of the devices that CUDA_VISIBLE_DEVICES and its like make visible to the command.
     """
     if bool(command) == bool(duration):
         raise HyperionError(
@@ -65,9 +67,11 @@ def monitor(
     for file in filter(None, (csv_file, plot)):
         file.open("ab").close()  # an error here costs nothing; after the command, its readings would be lost
     started_s, clock_s = time.time(), time.time() - time.monotonic()
-    with Monitor(system_devices(), interval_s) as watching:
+    devices = system_devices()
+    counted = visible_devices(devices, os.environ) if tokens is not None else devices
+    with Monitor(devices, interval_s) as watching:
         code = run_watched(command) if command else _wait(duration_s)
-    for line in summary_lines(watching.summaries(), watching.overhead, tokens):
+    for line in summary_lines(watching.summaries(), watching.overhead, tokens, [device.index for device in counted]):
         say(line)
     if csv_file is not None:
         csv_file.write_text(csv_text(csv_rows(watching.devices, watching.readings)), encoding="utf-8")
@@ -220,13 +224,16 @@ def energy_line(name: str, energy_j: float | None) -> str:
     return f"{name}: {reason if energy_j is None else f'{energy_j:.4g} J per token, at the mean power of the experiment'}"
 
 
-def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: int | None = None) -> list[str]:
+def summary_lines(
+    summaries: Sequence[DeviceSummary], overhead: float, tokens: int | None = None, counted: Container[int] | None = None
+) -> list[str]:
     """Return the summary as lines of text: one line for each device, followed by the energy per token.
 
     Args:
         summaries: one for each device.
         overhead: share of one core that the monitor used.
         tokens: number of tokens of the whole command.
+        counted: indices of the devices whose energy is that of the tokens; default: all.
     """
     from hyperion.figures.material import signed_number
 
@@ -251,9 +258,20 @@ def summary_lines(summaries: Sequence[DeviceSummary], overhead: float, tokens: i
                 f"  memory still growing at the end: +{one.memory_growth_gib:.4g} GiB since the first third of the readings"
             )
         lines += [f"  {name}: {reason}" for name, reason in one.unreadable.items()]
-    # The second die of an MI250X reports no energy, because the first die reports that of the whole module.
-    measured = [one.energy_j for one in summaries if one.energy_j is not None]
+        lines += [f"  warning: failed readings: {count} ({error})" for error, count in one.errors.items()]
     if tokens is not None:
-        lines.append(f"energy per token: {sum(measured) / tokens:.4g} J" if measured else _NO_ENERGY)
+        lines.append(_energy_per_token([one for one in summaries if counted is None or one.index in counted], tokens))
     lines.append(f"the monitor used {overhead:.2%} of one core")
     return lines
+
+
+def _energy_per_token(summaries: Sequence[DeviceSummary], tokens: int) -> str:
+    """Return the line with the energy of these devices together, divided by the number of tokens."""
+    if not summaries:
+        return "no energy per token: the command can use no GPU"
+    # The second die of an MI250X reports no energy, because the first die reports that of the whole module.
+    energy_j = {f"{one.index}: {one.device}": one.energy_j for one in summaries if one.energy_j is not None}
+    if energy_j:
+        return f"energy per token: {sum(energy_j.values()) / tokens:.4g} J, of {', '.join(energy_j)}"
+    silent = all(one.samples > 1 and one.power_w is None for one in summaries)
+    return f"no energy per token: {'no device reports its power' if silent else 'no device has two readings of its power'}"

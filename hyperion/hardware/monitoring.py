@@ -10,8 +10,9 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ COLUMNS = (
     "throttle",
 )
 
-
-Load = tuple[float | None, float | None]
+# Utilisation in percent, used memory in bytes, and for each column that cannot be read the reason.
+Load = tuple[float | None, float | None, dict[str, str]]
+_LOAD_COLUMNS = ("utilization_percent", "memory_gib")
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,16 @@ class Reading:
         telemetry: clocks, power, temperature and throttling.
         utilization_percent: share of the time in which the device worked since the last reading, or None if it is unreadable.
         memory_bytes: used memory, or None if it is unreadable.
+        unreadable: for utilisation and memory, by their names in `COLUMNS`, why they are None. `telemetry` has its own reasons.
+        scheduled: whether the reading has its place in the schedule. The reading after the end of the command has none.
     """
 
     time_s: float
     telemetry: Telemetry
     utilization_percent: float | None = None
     memory_bytes: float | None = None
+    unreadable: dict[str, str] = field(default_factory=dict)
+    scheduled: bool = True
 
 
 def system_devices(root: Path = Path("/"), nvml: Any = None) -> list[Device]:
@@ -90,13 +96,20 @@ def _nvidia_device(nvml: Any, index: int) -> Device:
         index,
         str(nvml.nvmlDeviceGetName(handle)),
         "sm_" + "".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
-        nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        _nvidia_memory(nvml, handle),
         None,
         None,
         f"cuda:{index}",
         uuid=str(nvml.nvmlDeviceGetUUID(handle)),
         vendor="NVIDIA",
     )
+
+
+def _nvidia_memory(nvml: Any, handle: Any) -> int:
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle).total
+    except nvml.NVMLError_NotSupported:  # a GPU without memory of its own, such as GB10, uses that of the machine
+        return psutil.virtual_memory().total
 
 
 def _amd_devices(root: Path) -> list[Device]:
@@ -146,27 +159,39 @@ def _nvidia_load(device: Device, nvml: Any) -> Callable[[], Load]:
     if nvml is None:
         import pynvml as nvml  # pyright: ignore[reportMissingImports]
 
-    handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
+    except nvml.NVMLError as error:
+        reason = f"NVML: {error}"
+        return lambda: (None, None, dict.fromkeys(_LOAD_COLUMNS, reason))
+    queries = {
+        "utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+    }
 
-    def value(query: Callable[[], Any]) -> float | None:
-        try:
-            return float(query())
-        except nvml.NVMLError:  # this GPU does not report the quantity
-            return None
+    def load() -> Load:
+        values, unreadable = {}, {}
+        for name, query in queries.items():
+            try:
+                values[name] = float(query())
+            except nvml.NVMLError as error:
+                unreadable[name] = f"NVML does not report it for this GPU: {error}"
+        return values.get("utilization_percent"), values.get("memory_gib"), unreadable
 
-    return lambda: (
-        value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-        value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-    )
+    return load
 
 
 def _amd_load(device: Device, root: Path) -> Callable[[], Load]:
     folder = root / "sys/bus/pci/devices" / (device.pci_address or "-")
 
     def load() -> Load:
-        texts = (system_text(folder / name) for name in ("gpu_busy_percent", "mem_info_vram_used"))
-        utilization, memory = (float(text) if text and text.isdigit() else None for text in texts)
-        return utilization, memory
+        values, unreadable = [], {}
+        for column, name in zip(_LOAD_COLUMNS, ("gpu_busy_percent", "mem_info_vram_used"), strict=True):
+            text = system_text(folder / name) or ""
+            values.append(float(text) if text.isdigit() else None)
+            if values[-1] is None:
+                unreadable[column] = f"the driver does not report it for this GPU: no number in {name}"
+        return values[0], values[1], unreadable
 
     return load
 
@@ -178,7 +203,7 @@ def _cpu_load() -> Callable[[], Load]:
     def load() -> Load:
         by_cpu = psutil.cpu_percent(percpu=True)
         memory = psutil.virtual_memory()
-        return statistics.mean(by_cpu[cpu] for cpu in cpus if cpu < len(by_cpu)), float(memory.total - memory.available)
+        return statistics.mean(by_cpu[cpu] for cpu in cpus if cpu < len(by_cpu)), float(memory.total - memory.available), {}
 
     return load
 
@@ -188,20 +213,23 @@ class DeviceSummary:
     """Summary of all readings of one device. Quantities that could not be read are None.
 
     Args:
+        index: index of the device among all devices of the machine.
         device: name of the device.
         samples: number of readings.
-        rate_error: relative difference between the mean and the requested interval between readings. None with fewer than two
-            readings.
-        utilization_percent: mean share of the time in which the device worked.
+        rate_error: relative difference between the mean and the requested interval between readings. The reading after the end
+            does not count. None with fewer than two other readings.
+        utilization_percent: mean share of the time in which the device worked, see `mean_utilization`.
         memory_gib: largest used memory.
         temperature_c: highest temperature.
-        power_w: mean power.
+        power_w: mean power over the time.
         energy_j: energy from the counter of the device, else the integral of the power.
         throttle: all reasons, joined by '+', or 'none'.
         memory_growth_gib: by how much the memory still grew at the end, see `growth_at_the_end`.
         unreadable: for each quantity that was not read, the reason.
+        errors: the errors of failed readings, and how often each occurred.
     """
 
+    index: int
     device: str
     samples: int
     rate_error: float | None
@@ -213,28 +241,31 @@ class DeviceSummary:
     throttle: str | None
     memory_growth_gib: float | None
     unreadable: dict[str, str]
+    errors: dict[str, int] = field(default_factory=dict)
 
 
-def summarize(device: Device, readings: Sequence[Reading], interval_s: float) -> DeviceSummary:
-    """Return the summary of the readings of one device."""
+def summarize(
+    device: Device, readings: Sequence[Reading], interval_s: float, errors: Mapping[str, int] | None = None
+) -> DeviceSummary:
+    """Return the summary of the readings of one device, and of the errors of its failed readings."""
     telemetry = [one.telemetry for one in readings]
-    powers = [one.power_w for one in telemetry if one.power_w is not None]
     temperatures = [one.temperature_c for one in telemetry if one.temperature_c is not None]
-    utilizations = [one.utilization_percent for one in readings if one.utilization_percent is not None]
     memory = [one.memory_bytes for one in readings if one.memory_bytes is not None]
     states = {reason for one in telemetry if one.throttle is not None for reason in one.throttle.split("+")}
     return DeviceSummary(
+        device.index,
         device.name,
         len(readings),
-        rate_error([one.time_s for one in readings], interval_s),
-        statistics.mean(utilizations) if utilizations else None,
+        rate_error([one.time_s for one in readings if one.scheduled], interval_s),
+        mean_utilization(readings),
         max(memory) / GIB if memory else None,
         max(temperatures, default=None),
-        statistics.mean(powers) if powers else None,
+        _mean_of_powers(readings),
         energy_of(readings),
         ("+".join(sorted(states - {"none"})) or "none") if states else None,
         growth_at_the_end([one / GIB for one in memory]),
-        telemetry[-1].unreadable if readings else {},
+        telemetry[-1].unreadable | readings[-1].unreadable if readings else {},
+        dict(errors or {}),
     )
 
 
@@ -243,6 +274,23 @@ def rate_error(times_s: Sequence[float], interval_s: float) -> float | None:
     if len(times_s) < 2:
         return None
     return (times_s[-1] - times_s[0]) / (len(times_s) - 1) / interval_s - 1
+
+
+def mean_utilization(readings: Sequence[Reading]) -> float | None:
+    """Return the mean share of the time in which the device worked in percent, or None if it was never read.
+
+    A value covers the time since the reading before it, and has the weight of this time. So the value of the first reading
+    counts only if there is no other.
+    """
+    known = [
+        (one.utilization_percent, one.time_s - before.time_s)
+        for before, one in itertools.pairwise([*readings[:1], *readings])
+        if one.utilization_percent is not None
+    ]
+    duration_s = math.fsum(weight_s for _, weight_s in known)
+    if duration_s > 0:
+        return math.fsum(value * weight_s for value, weight_s in known) / duration_s
+    return statistics.mean(value for value, _ in known) if known else None
 
 
 def growth_at_the_end(memory_gib: Sequence[float]) -> float | None:
@@ -265,10 +313,25 @@ def energy_of(readings: Sequence[Reading]) -> float | None:
     counter = [one.telemetry.energy_j for one in readings if one.telemetry.energy_j is not None]
     if len(counter) == len(readings) > 1 and counter[-1] > counter[0]:
         return counter[-1] - counter[0]
-    powers = [(one.time_s, one.telemetry.power_w) for one in readings if one.telemetry.power_w is not None]
-    if len(powers) < 2:
+    powers = _powers(readings)
+    return _integral(powers) if len(powers) > 1 else None
+
+
+def _powers(readings: Sequence[Reading]) -> list[tuple[float, float]]:
+    """Return the times in seconds and the powers in watts of the readings that have a power."""
+    return [(one.time_s, one.telemetry.power_w) for one in readings if one.telemetry.power_w is not None]
+
+
+def _integral(points: Sequence[tuple[float, float]]) -> float:
+    return math.fsum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in itertools.pairwise(points))
+
+
+def _mean_of_powers(readings: Sequence[Reading]) -> float | None:
+    powers = _powers(readings)
+    if not powers:
         return None
-    return math.fsum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in itertools.pairwise(powers))
+    duration_s = powers[-1][0] - powers[0][0]
+    return _integral(powers) / duration_s if duration_s > 0 else statistics.mean(power for _, power in powers)
 
 
 def mean_power(readings: Sequence[Sequence[Reading]], start_s: float, end_s: float, devices: int | None = None) -> float | None:
@@ -317,11 +380,11 @@ def next_due(due_s: float, now_s: float, interval_s: float) -> float:
 
 
 class Monitor:
-    """Sample all devices in a thread at a fixed rate while the code in a `with` block runs.
+    """Sample all devices in a thread at a fixed rate while the code in a `with` block runs, and once more at its end.
 
     The schedule is fixed: the duration of a reading and a late wake-up do not delay later readings. If the readings take longer
-        than the interval, readings are skipped, and `rate_error` is above 0. If a reader raises an error, this error is raised
-        again at the end of the block.
+    than the interval, readings are skipped, and `rate_error` is above 0. Errors of failed readings are counted in `errors`. The
+    other devices, later readings and the code in the block are not affected.
 
     Args:
         devices: the devices.
@@ -332,9 +395,10 @@ class Monitor:
     def __init__(self, devices: Sequence[Device], interval_s: float, readers: Sequence[Callable[[], Reading]] | None = None):
         self.devices, self.interval_s = list(devices), interval_s
         self.readings: list[list[Reading]] = [[] for _ in devices]
+        self.errors: list[Counter[str]] = [Counter() for _ in devices]
         self.overhead = 0.0  # share of one core that the thread used, known at the end of the block
         self._readers = list(readers or (monitor_reader(device) for device in devices))
-        self._stop, self._error = threading.Event(), None
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def __enter__(self) -> "Monitor":
@@ -344,24 +408,29 @@ class Monitor:
     def __exit__(self, *exception) -> None:
         self._stop.set()
         self._thread.join()
-        if self._error is not None and exception[0] is None:
-            raise self._error
 
     def _run(self) -> None:
         started_s, used_s = time.monotonic(), time.thread_time()
         due_s = started_s
-        try:
-            while True:
-                for read, series in zip(self._readers, self.readings, strict=True):
-                    series.append(read())
-                due_s = next_due(due_s, time.monotonic(), self.interval_s)
-                if self._stop.wait(due_s - time.monotonic()):
-                    break
-        except Exception as error:  # raised in the caller's thread by __exit__
-            self._error = error
+        while True:
+            self._read(scheduled=True)
+            due_s = next_due(due_s, time.monotonic(), self.interval_s)
+            if self._stop.wait(due_s - time.monotonic()):
+                break
+        # Without this reading, up to an interval of energy would be missing.
+        self._read(scheduled=False)
         self.overhead = (time.thread_time() - used_s) / max(time.monotonic() - started_s, 1e-9)
+
+    def _read(self, scheduled: bool) -> None:
+        for read, series, errors in zip(self._readers, self.readings, self.errors, strict=True):
+            try:
+                series.append(replace(read(), scheduled=scheduled))
+            except Exception as error:
+                errors[f"{type(error).__name__}: {error}"] += 1
 
     def summaries(self) -> list[DeviceSummary]:
         """Return the summary of each device."""
-        pairs = zip(self.devices, self.readings, strict=True)
-        return [summarize(device, readings, self.interval_s) for device, readings in pairs]
+        return [
+            summarize(device, readings, self.interval_s, errors)
+            for device, readings, errors in zip(self.devices, self.readings, self.errors, strict=True)
+        ]

@@ -163,10 +163,8 @@ def _place(bus_id: bytes | str) -> str:
 
 def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
     """Return the xGMI and PCIe links that the amdgpu driver lists, or None if it lists none."""
-    nodes = {folder.name: _properties(folder / "properties") for folder in (root / _KFD_NODES).glob("*")}
     index_of = {device.pci_address: index for index, device in enumerate(devices)}
-    # Nodes without SIMD units are CPUs.
-    gpu_of = {number: index_of.get(_kfd_place(node)) for number, node in nodes.items() if node.get("simd_count")}
+    gpu_of = {number: index_of.get(place) for number, (place, _) in kfd_gpus(root).items()}
     links, meanings = {}, {}
     for file in sorted((root / _KFD_NODES).glob("*/*_links/*/properties")):
         link = _properties(file)
@@ -188,6 +186,21 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
         links.setdefault(pair, "none")
     meanings["none"] = "no link listed"
     return Topology(links, meanings, _numa_nodes(devices, root), "the amdgpu driver's topology files")
+
+
+def kfd_gpus(root: Path = Path("/")) -> dict[str, tuple[str, str]]:
+    """Return the PCI address and the UUID of each GPU that the amdgpu driver lists, by the number of its node.
+
+    ROCm numbers the GPUs in the order of the nodes. The UUID has the form that ROCR_VISIBLE_DEVICES accepts. It is "" for a GPU
+    that has none.
+    """
+    folders = sorted((root / _KFD_NODES).glob("[0-9]*"), key=lambda folder: int(folder.name))
+    nodes = {folder.name: _properties(folder / "properties") for folder in folders}
+    return {
+        number: (_kfd_place(node), f"GPU-{node['unique_id']:016x}" if node.get("unique_id") else "")
+        for number, node in nodes.items()
+        if node.get("simd_count")  # nodes without SIMD units are CPUs
+    }
 
 
 def _kfd_place(node: dict[str, int]) -> str:

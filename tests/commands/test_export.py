@@ -6,6 +6,8 @@ TensorBoard and wandb are optional. `.ci/run` installs them for this file.
 import errno
 import json
 import math
+import os
+import re
 import struct
 import sys
 from collections.abc import Iterator
@@ -16,16 +18,21 @@ import pytest
 from typer.testing import CliRunner
 
 from hyperion.cli import app, main
-from hyperion.commands.export import bencher_metrics, curves, scalars
+from hyperion.commands.export import bencher_metrics, curves, scalars, start_times_s
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
+from hyperion.results.store import stored_references
 
 TAG = "02_x/training/loss/step lm bf16 seed=0"
+# Names of columns that may contain losses.
+LOSSES = r"loss|accuracy|perplexity|^alone$|^sharded$"
+# Experiments whose samples have steps and such columns, but no curves, with the reason.
+NO_CURVES = {"02_core_framework/recovery": "one row for each interruption; `losses` says whether the losses were equal"}
 
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    """Two rows with a value, one of them with an interval, a row without a value, and two curves."""
+    """Two rows with a value, one of them with an interval, a row without a value, and three curves."""
     run = Run.create(tmp_path / "run", {"profile": "smoke", "environment": {}})
     where = {"notebook": "02_x", "experiment": "training"}
     limit = {"limit_source": "no limit: made up"}
@@ -37,9 +44,9 @@ def run(tmp_path) -> Run:
     steps = pd.DataFrame(
         {"kind": "step", "step": [1, 2, 3], "loss": [4.0, 3.0, 2.5], "variant": "lm", "dtype": "bf16", "seed": 0}
     )
-    noise = pd.DataFrame({"kind": ["twin"], "step": [1], "loss": [9.0], "variant": ["lm"], "dtype": ["bf16"], "seed": [0]})
+    twin = pd.DataFrame({"kind": ["twin"], "step": [1], "loss": [9.0], "variant": ["lm"], "dtype": ["bf16"], "twin": [2]})
     evaluation = pd.DataFrame({"kind": ["evaluation"], "step": [3], "accuracy": [0.75], "variant": ["lm"], "dtype": ["bf16"]})
-    run.record("02_x", "training", rows, pd.concat([steps, noise, evaluation], ignore_index=True), input_hash="h")
+    run.record("02_x", "training", rows, pd.concat([steps, twin, evaluation], ignore_index=True), input_hash="h")
     return run
 
 
@@ -79,11 +86,50 @@ def test_no_two_rows_of_a_reference_have_one_name():
 
 
 def test_curves_are_those_of_the_samples(run):
-    assert curves(run) == {TAG: [(1, 4.0), (2, 3.0), (3, 2.5)], "02_x/training/accuracy/evaluation lm bf16": [(3, 0.75)]}
+    assert curves(run) == {
+        TAG: [(1, 4.0), (2, 3.0), (3, 2.5)],
+        "02_x/training/loss/twin lm bf16 twin=2": [(1, 9.0)],
+        "02_x/training/accuracy/evaluation lm bf16": [(3, 0.75)],
+    }
     losses = curves(Run.open(_reference("h100")))
     model = "02_core_framework/language_model/loss/step lm_d256_h4_l2 seed=0"
     found = [tag for tag in losses if tag.startswith("02_core_framework/language_model/loss/step")]
     assert found and all(len({step for step, _ in losses[tag]}) == len(losses[tag]) > 10 for tag in found), model
+
+
+@pytest.mark.parametrize("reference", stored_references(), ids=lambda run: run.folder.name)
+def test_every_loss_over_steps_of_a_reference_is_a_point_of_one_curve(reference):
+    found = curves(reference)
+    for name in reference.experiments():
+        samples = reference.samples(*name.split("/"))
+        if "step" not in samples.columns or name in NO_CURVES:
+            continue
+        points = [point for tag, curve in found.items() if tag.startswith(f"{name}/") for point in curve]
+        values = samples[[column for column in samples.columns if re.search(LOSSES, column)]]
+        assert len(points) == values[samples["step"].notna()].notna().sum().sum() > 0, name
+    assert all(len({step for step, _ in curve}) == len(curve) for curve in found.values())
+    assert not any("again=" in tag for tag in found)  # all columns that tell curves apart are known
+
+
+def test_curves_are_told_apart_by_all_texts_and_by_their_order_if_nothing_else_does(run):
+    table = pd.DataFrame(
+        {
+            "step": [1, 2, 1, 2, 1, 1],
+            "loss": [5.0, 4.0, 7.0, 6.0, 3.0, 8.0],
+            "layout": ["DP 2", "DP 2", "TP 2", "TP 2", None, "TP 2"],
+            "ranks": [1, 1, 1, 1, 4, 1],
+            "norm": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+        }
+    )
+    run.record("02_x", "training", [], table, input_hash="h")
+    run.record("02_x", "alone", [], pd.DataFrame({"step": [1, 2], "loss": [5.0, 4.0]}), input_hash="h")
+    assert curves(run) == {
+        "02_x/training/loss/layout=DP 2 ranks=1": [(1, 5.0), (2, 4.0)],
+        "02_x/training/loss/layout=TP 2 ranks=1": [(1, 7.0), (2, 6.0)],
+        "02_x/training/loss/layout=TP 2 ranks=1 again=1": [(1, 8.0)],
+        "02_x/training/loss/ranks=4": [(1, 3.0)],
+        "02_x/alone/loss": [(1, 5.0), (2, 4.0)],
+    }
 
 
 def test_an_output_that_exists_is_kept(run, tmp_path):
@@ -107,6 +153,27 @@ def test_of_an_output_that_does_not_fit_on_the_disk_nothing_is_left(run, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("an error of wandb")], ids=["Ctrl-C", "other"])
+def test_of_an_interrupted_output_nothing_is_left_and_the_next_call_writes_it(run, tmp_path, monkeypatch, error):
+    def fail(run, folder):
+        folder.mkdir()
+        (folder / "part").touch()
+        raise error
+
+    arguments = ["export", str(run.folder), "--to", "wandb", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr("hyperion.commands.export.write_wandb", fail)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code != 0 and not (tmp_path / "out").exists()
+    monkeypatch.setattr("hyperion.commands.export.write_wandb", lambda run, folder: 3)
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_the_time_of_an_experiment_is_its_start_or_that_of_the_rows(run):
+    run.record("02_x", "later", [], pd.DataFrame({"x": [1.0]}), input_hash="h", started_at="2026-11-26T01:00:21.963+00:00")
+    os.utime(run.folder / "rows.csv", (1e9, 1e9))
+    assert start_times_s(run) == {"02_x/training": 1e9, "02_x/later": 1795654821.963}
+
+
 def test_the_folder_of_a_new_file_is_created(run, tmp_path):
     export(run, "--to", "bmf", "--output", str(tmp_path / "new" / "run.json"))
     assert json.loads((tmp_path / "new" / "run.json").read_text())
@@ -124,15 +191,20 @@ def test_a_package_that_is_not_installed_is_named(run, tmp_path, monkeypatch, ca
 def test_tensorboard_reads_what_was_written(run, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     done = export(run, "--to", "tensorboard", "--output", str(tmp_path / "events"))
-    assert done.exit_code == 0 and "8 points" in done.output
+    assert done.exit_code == 0 and "9 points" in done.output
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     (file,) = (tmp_path / "events").iterdir()
     read: dict[str, list[tuple[int, float]]] = {}
+    times_s: dict[str, list[float]] = {}
     for event in EventFileLoader(str(file)).Load():
         for value in event.summary.value:
             number = value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value
             read.setdefault(value.tag, []).append((event.step, number))
+            times_s.setdefault(value.tag, []).append(event.wall_time)
+    start_s = start_times_s(run)["02_x/training"]
+    assert start_s > 0 and times_s[TAG] == [start_s, start_s + 1, start_s + 2]
+    assert all(times[0] == start_s for times in times_s.values())
     _assert_same(read, scalars(run), relative=2.0**-23)
 
 
@@ -142,7 +214,7 @@ def test_an_offline_run_of_weights_and_biases_holds_what_was_written(run, tmp_pa
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     done = export(run, "--to", "wandb", "--output", str(tmp_path / "offline"))
-    assert done.exit_code == 0 and "8 points" in done.output
+    assert done.exit_code == 0 and "9 points" in done.output
     from wandb.proto import wandb_internal_pb2
 
     (file,) = (tmp_path / "offline").rglob("*.wandb")

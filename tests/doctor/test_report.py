@@ -21,6 +21,8 @@ from hyperion.install.plan import Build
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 from tests.hardware.machines import facts, gpu
 
+# Rules that are newer than docs/doctor-h100x2.json.
+NEWER_RULES = {"harmful_variables"}
 ITEM = Item("system", "python", "import", True, "3.12", "version", "ok", "Python 3.12", "", 0.1)
 
 
@@ -195,6 +197,15 @@ def test_the_stored_report_of_two_gpus_follows_the_schema():
     floors = [item for item in content["items"] if item["level"] == "floor" and item["result"] != "skip"]
     assert [(item["component"][:6], item["result"]) for item in floors] == [("cuda:0", "ok"), ("cuda:1", "ok")]
     assert content["exit_code"] == 0 and content["seconds"] < 60
+
+
+def test_the_stored_report_of_two_gpus_lacks_only_the_rules_that_are_newer():
+    """The report is evidence of another machine. A new rule has no result there until a new report is made on such a machine."""
+    file = Path(__file__).parents[2] / "docs" / "doctor-h100x2.json"
+    stored = {rule["id"] for rule in json.loads(file.read_text("utf-8"))["rules"]}
+    current = {rule.id for rule in rules()}
+    assert stored - current == set(), "the stored report has results of rules that no longer exist"
+    assert current - stored == NEWER_RULES, "the rules without a result in the stored report are not those of the list"
 
 
 def test_a_report_that_breaks_the_schema_is_not_printed():

@@ -43,6 +43,9 @@ class FakeNvml:
 
     NVMLError = RuntimeError
 
+    class NVMLError_NotSupported(RuntimeError):
+        pass
+
     def __init__(self, utilization=73):
         self.utilization = utilization
 
@@ -74,6 +77,13 @@ class FakeNvml:
         if self.utilization is None:
             raise RuntimeError("Not Supported")
         return SimpleNamespace(gpu=self.utilization, memory=1)
+
+
+class Unknown(FakeNvml):
+    """NVML that no longer finds a GPU."""
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        raise RuntimeError("Not Found")
 
 
 class NoNvml:
@@ -122,8 +132,33 @@ def test_nvidia_devices_are_found_without_torch_and_read_by_uuid():
     assert [(d.kind, d.arch, d.uuid) for d in devices] == [("cuda", "sm_90", "GPU-0000"), ("cuda", "sm_90", "GPU-0001")]
     reading = monitor_reader(devices[1], nvml=nvml, reader=fixed)()
     assert (reading.utilization_percent, reading.memory_bytes, reading.telemetry.power_w) == (73.0, 2 << 30, 600.0)
-    assert monitor_reader(devices[0], nvml=FakeNvml(None), reader=fixed)().utilization_percent is None
     assert monitor_reader(devices[0], nvml=FakeNvml(0), reader=fixed)().utilization_percent == 0.0
+
+
+def test_utilisation_and_memory_that_cannot_be_read_have_reasons_in_the_summary():
+    nvml = FakeNvml(None)
+    device = system_devices(nvml=nvml)[0]
+    reading = monitor_reader(device, nvml=nvml, reader=fixed)()
+    assert reading.utilization_percent is None and reading.memory_bytes == 1 << 30
+    reason = "  utilization_percent: NVML does not report it for this GPU: Not Supported"
+    assert reason in summary_lines([summarize(device, [reading], 1.0)], 0.0)
+    reading = monitor_reader(replace(device, uuid="GPU-000x"), nvml=Unknown(), reader=fixed)()
+    assert reading.unreadable == dict.fromkeys(("utilization_percent", "memory_gib"), "NVML: Not Found")
+
+
+def test_a_gpu_without_memory_of_its_own_is_watched():
+    """Such as GB10, whose NVML does not support the query."""
+    nvml = FakeNvml()
+
+    def unsupported(handle):
+        raise FakeNvml.NVMLError_NotSupported("Not Supported")
+
+    nvml.nvmlDeviceGetMemoryInfo = unsupported
+    devices = system_devices(nvml=nvml)
+    assert [device.uuid for device in devices] == ["GPU-0000", "GPU-0001"] and devices[0].memory_bytes > 0
+    reading = monitor_reader(devices[0], nvml=nvml, reader=fixed)()
+    assert (reading.utilization_percent, reading.memory_bytes) == (73.0, None)
+    assert reading.unreadable == {"memory_gib": "NVML does not report it for this GPU: Not Supported"}
 
 
 def test_the_power_of_a_module_is_that_of_two_dies():
@@ -164,7 +199,10 @@ def test_amd_devices_are_read_from_sysfs_and_nothing_is_written(tmp_path):
     assert (one.power_w, one.temperature_c, one.clock_mhz, one.power_scope) == (430.0, 61.0, 1700.0, "module")
     assert two.power_w is None and "second die" in two.unreadable["power_w"]  # the module's power is counted once
     (root / "sys/bus/pci/devices/0000:11:00.0/gpu_busy_percent").unlink()
-    assert monitor_reader(devices[0], root, reader=fixed)().utilization_percent is None
+    reading = monitor_reader(devices[0], root, reader=fixed)()
+    assert reading.utilization_percent is None
+    reason = "the driver does not report it for this GPU: no number in gpu_busy_percent"
+    assert reading.unreadable == {"utilization_percent": reason}
     after = {file: (file.read_text(), file.stat().st_mtime_ns) for file in root.rglob("*") if file.is_file()}
     assert all(before[file] == state for file, state in after.items())
 
@@ -218,7 +256,7 @@ def test_the_summary_has_means_maxima_reasons_and_the_error_of_the_rate():
     assert (summary.power_w, summary.energy_j, summary.throttle) == (200.0, 400.0, "hw_thermal+sw_power_cap")
     assert summary.rate_error == pytest.approx(0.25)
     lines = summary_lines([summary], 0.004, tokens=800)
-    assert "energy per token: 0.5 J" in lines
+    assert f"energy per token: 0.5 J, of 0: {device.name}" in lines
     assert energy_line("training bf16", 4.0) == "training bf16: 4 J per token, at the mean power of the experiment"
     reason = "no energy per token: no device has two readings of its power in this time"
     assert energy_line("short bf16", None) == f"short bf16: {reason}"
@@ -232,6 +270,35 @@ def test_without_power_there_is_no_energy_per_token_and_the_reason_is_shown():
     assert "  power_w: no right" in lines and "no energy per token: no device reports its power" in lines
     empty = summarize(device, [], 1.0)
     assert empty.samples == 0 and empty.rate_error is None and "nothing can be read" in summary_lines([empty], 0.0)[0]
+    for few in ([], series(100.0)):
+        lines = summary_lines([summarize(device, few, 1.0)], 0.0, tokens=5)
+        assert "no energy per token: no device has two readings of its power" in lines
+
+
+def test_the_last_reading_counts_by_its_time_and_not_for_the_rate():
+    (device,) = system_devices(nvml=NoNvml())
+    times_s, powers, loads = (0.0, 10.0, 20.0, 20.5), (100.0, 100.0, 100.0, 500.0), (90.0, 10.0, 30.0, 100.0)
+    readings = [
+        Reading(time_s, replace(fixed(), power_w=power), load) for time_s, power, load in zip(times_s, powers, loads, strict=True)
+    ]
+    readings[-1] = replace(readings[-1], scheduled=False)
+    summary = summarize(device, readings, 10.0)
+    assert (summary.samples, summary.rate_error) == (4, 0.0)
+    assert summary.power_w == pytest.approx((20 * 100 + 0.5 * 300) / 20.5)
+    assert summary.utilization_percent == pytest.approx((10 * 10 + 10 * 30 + 0.5 * 100) / 20.5)
+    assert summarize(device, readings[:1], 10.0).utilization_percent == 90.0
+
+
+def test_only_the_energy_of_the_counted_devices_is_that_of_the_tokens():
+    devices = system_devices(nvml=FakeNvml())
+    summaries = [summarize(device, series(*[power] * 3), 2.0) for device, power in zip(devices, (100.0, 40.0), strict=True)]
+    lines = {counted: summary_lines(summaries, 0.0, 100, counted)[-2] for counted in (None, (0,), (1,), ())}
+    assert lines == {
+        None: "energy per token: 5.6 J, of 0: NVIDIA H200, 1: NVIDIA H200",
+        (0,): "energy per token: 4 J, of 0: NVIDIA H200",
+        (1,): "energy per token: 1.6 J, of 1: NVIDIA H200",
+        (): "no energy per token: the command can use no GPU",
+    }
 
 
 @pytest.mark.parametrize(
@@ -259,7 +326,25 @@ def test_neither_slow_readings_nor_late_wake_ups_lower_the_rate(reading_s, inter
     assert rate_error(times_s, interval_s) == pytest.approx(0, abs=0.05)
 
 
-def test_the_monitor_reads_until_the_end_and_raises_the_error_of_a_reader():
+def test_the_energy_until_the_end_is_counted_if_it_lies_between_two_readings():
+    """A device takes 100 W, the interval is longer than the command, and the command takes 29 s by the clock of the readings."""
+    (device,) = system_devices(nvml=NoNvml())
+    clock_s, started = [1000.0], threading.Event()
+
+    def read() -> Reading:
+        reading = Reading(clock_s[0], replace(fixed(), power_w=100.0), None, clock_s[0])
+        started.set()
+        return reading
+
+    with (monitor := Monitor([device], 3600.0, [read])):
+        assert started.wait(60)
+        clock_s[0] += 29.0
+    (summary,) = monitor.summaries()
+    assert (summary.energy_j, summary.power_w, summary.samples, summary.rate_error) == (2900.0, 100.0, 2, None)
+    assert summary.memory_gib == 1029.0 / 2**30 and [one.scheduled for one in monitor.readings[0]] == [True, False]
+
+
+def test_the_monitor_reads_at_its_rate_until_the_end():
     (device,) = system_devices(nvml=NoNvml())
     enough = threading.Event()
 
@@ -270,9 +355,37 @@ def test_the_monitor_reads_until_the_end_and_raises_the_error_of_a_reader():
 
     with (monitor := Monitor([device], 0.01, [read])):
         assert enough.wait(60)
-    assert monitor.summaries()[0].samples >= 5 and 0 <= monitor.overhead < 1
-    with pytest.raises(ZeroDivisionError), Monitor([device], 0.01, [lambda: Reading(1 / 0, fixed())]):
-        pass
+    assert monitor.summaries()[0].samples >= 6 and 0 <= monitor.overhead < 1
+
+
+def test_the_errors_of_one_reader_end_neither_the_other_readings_nor_the_command(monkeypatch):
+    devices = system_devices(nvml=FakeNvml())
+    count = iter(range(10**9))
+
+    def lost() -> Reading:
+        if next(count) > 0:
+            raise RuntimeError("GPU is lost")
+        return Reading(time.monotonic(), fixed())
+
+    readers = {0: lost, 1: lambda: Reading(time.monotonic(), fixed())}
+    monkeypatch.setattr("hyperion.commands.monitor.system_devices", lambda: devices)
+    monkeypatch.setattr("hyperion.hardware.monitoring.monitor_reader", lambda device: readers[device.index])
+    arguments = ["monitor", "--interval", "0.01s", "--", sys.executable, "-S", "-c", "raise SystemExit(7)"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 7, done.output
+    assert re.search(r"^  warning: failed readings: [1-9]\d* \(RuntimeError: GPU is lost\)$", done.output, re.MULTILINE)
+    samples = [int(number) for number in re.findall(r"\((\d+) readings", done.output)]
+    assert samples[0] == 1 and samples[1] >= 2
+
+
+def test_a_command_that_is_shorter_than_the_interval_has_an_energy(monkeypatch):
+    devices = system_devices(nvml=FakeNvml())
+    monkeypatch.setattr("hyperion.commands.monitor.system_devices", lambda: devices)
+    monkeypatch.setattr("hyperion.hardware.monitoring.monitor_reader", lambda device: lambda: Reading(time.monotonic(), fixed()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    done = CliRunner().invoke(app, ["monitor", "--interval", "10m", "--tokens", "5", "--", sys.executable, "-S", "-c", ""])
+    assert re.search(r"^energy per token: \S+ J, of 1: NVIDIA H200$", done.output, re.MULTILINE), done.output
+    assert done.output.count("(2 readings)") == 2
 
 
 def test_csv_and_plot_hold_every_reading():
@@ -347,5 +460,5 @@ while time.monotonic() < end:
     assert len(busy) >= 10 and all(float(row["power_w"]) > 0 and float(row["clock_mhz"]) > 0 for row in busy)
     assert max(float(row["memory_gib"]) for row in first) > 1
     times_s = [float(row["time_s"]) for row in first]
-    assert abs(rate_error(times_s, 0.2) or 0) < 0.05 and "energy per token: " in done.output
+    assert abs(rate_error(times_s[:-1], 0.2) or 0) < 0.05 and "energy per token: " in done.output
     assert float(re.search(r"the monitor used ([\d.]+)% of one core", done.output)[1]) < 10
