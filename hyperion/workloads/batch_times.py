@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hyperion.chapter.context import Context
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_row
+from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.measure import Timing, time_function
 from hyperion.measure.clock.clocks import WallClock
@@ -106,6 +107,34 @@ class BatchTimes:
             limits = {"limit": limit[0], "limit_source": limit[1]}
             rows.append(self.context.row(self.variant, "samples_per_s", rate, **columns, **limits))
         return rows, rates
+
+
+def times_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return a table of variants: percentiles of the latency of one example in ms, and the rate of the best batch size.
+
+    A percentile is followed by its 95 % interval. It is empty if there were too few calls for it.
+    """
+    lines: dict[tuple, dict[str, str]] = {}
+    best: dict[tuple, float] = {}
+    for row in rows:
+        if row.value is None or row.metric not in (*LATENCIES.values(), "samples_per_s") or "beside" in row.params:
+            continue
+        runtime = row.params.get("runtime")
+        key = (row.params["model"], runtime, row.variant)
+        line = lines.setdefault(key, {"model": key[0], **({"runtime": runtime} if runtime else {}), "variant": row.variant})
+        if row.metric != "samples_per_s":
+            text = f"{1e3 * row.value:.3g} ({1e3 * not_none(row.ci_low):.3g} to {1e3 * not_none(row.ci_high):.3g})"
+            line[_column(row.metric)] = text
+        elif row.value > best.get(key, 0.0):
+            best[key] = row.value
+            line["best rate"] = f"{row.value:.4g} examples/s, batch {row.params['batch']}"
+    columns = ["model", "runtime", "variant", *(_column(metric) for metric in LATENCIES.values()), "best rate"]
+    columns = [column for column in columns if any(column in line for line in lines.values())]
+    return pd.DataFrame(list(lines.values()), columns=columns).fillna("")
+
+
+def _column(metric: str) -> str:
+    return f"{metric.split('_')[1]} / ms"
 
 
 def batch_of(inputs: Tensor, size: int) -> Tensor:

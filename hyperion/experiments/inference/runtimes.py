@@ -410,18 +410,18 @@ class _Variant:
             longest_s = max(second_call_s(call, device) for call in calls)
             # ONNX Runtime has its own threads, which would compete with the idle threads of PyTorch if calls alternated.
             clock = BlockClock() if device.kind == "cpu" else WallClock(device, calls_that_fill(_BLOCK_S, longest_s))
-            timings = time_interleaved(calls, device, cold=False, time_limit_s=time_limit_s, clock=clock)
+            mine, *others = time_interleaved(calls, device, cold=False, time_limit_s=time_limit_s, clock=clock)
             role = "best batch" if size == best else "one example"
             columns = self.columns(batch=size, cache="hot", role=role, order="blocks")
-            rows.append(self.rate_row(self.runtime, timings[0], limit, check, columns))
-            frames.append(sample_frame(timings[0], f"{self.runtime}, in turn", **columns))
-            if len(timings) > 1:
+            rows.append(self.rate_row(self.runtime, mine, limit, check, columns))
+            frames.append(sample_frame(mine, f"{self.runtime}, in turn", **columns))
+            for eager in others:
                 why = "no limit: two runtimes of the same model"
-                rows.append(speedup_row(self.context, self.runtime, *timings, why, check, **columns))
+                rows.append(speedup_row(self.context, self.runtime, mine, eager, why, check, **columns))
                 # The rate of eager mode beside this runtime is stored, so that the ratio can be compared with eager mode alone.
                 columns = self.columns(batch=size, cache="hot", role=role, order="blocks", beside=self.runtime)
-                rows.append(self.rate_row(EAGER, timings[1], limit, None, columns))
-                frames.append(sample_frame(timings[1], f"{EAGER}, in turn", **columns))
+                rows.append(self.rate_row(EAGER, eager, limit, None, columns))
+                frames.append(sample_frame(eager, f"{EAGER}, in turn", **columns))
         return rows, frames
 
     def rate_row(
