@@ -128,8 +128,9 @@ def masked_gpu(state: State) -> str:
     masks, kernel = _masks(state), state.kernel
     rocm = state.build is not None and state.build.kind == "rocm"
     usable = kernel.kfd == "ok" and bool(_usable_archs(state)) if rocm else kernel.nvidia_driver is not None
-    # If all GPUs are hidden, torch raises this error or none. Any other error has another cause, such as an old driver.
-    hidden = not state.device_error or re.search(r"No (HIP|CUDA) GPUs are available", state.device_error)
+    # If all GPUs are hidden, torch raises one of these errors or none. Other errors have other causes, such as an old driver.
+    words = r"No (HIP|CUDA) GPUs are available|no (ROCm|CUDA)-capable device|invalid device ordinal"
+    hidden = not state.device_error or re.search(words, state.device_error)
     return f"{masks} hides all GPUs" if masks and usable and hidden and not state.device_archs else ""
 
 

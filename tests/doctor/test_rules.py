@@ -316,6 +316,8 @@ def test_a_mask_that_hides_no_gpu_is_not_blamed(changes):
         (H200 | NO_GPU_SEEN | variables(CUDA_VISIBLE_DEVICES="9"), "masked_gpu"),
         (NO_GPU_SEEN | variables(CUDA_VISIBLE_DEVICES=""), "masked_gpu"),
         (NO_GPU_SEEN | variables(ROCR_VISIBLE_DEVICES="9"), "masked_gpu"),
+        (NO_GPU_SEEN | variables(HIP_VISIBLE_DEVICES="9") | {"device_error": "HIP error: invalid device ordinal"}, "masked_gpu"),
+        (H200 | variables(CUDA_VISIBLE_DEVICES="9") | {"device_archs": (), "device_error": ""}, "masked_gpu"),
         (H200 | TWO_NVIDIA | variables(CUDA_VISIBLE_DEVICES="0") | {"device_archs": ("sm_90",)}, "partly_masked"),
         (variables(CUDA_VISIBLE_DEVICES="0") | {"device_archs": ("gfx90a",)}, "partly_masked"),
     ],
