@@ -118,6 +118,17 @@ def start_kernel(timeout_s: float = 60) -> str:
         manager.shutdown_kernel(now=True)
 
 
+def device_masks(build: Build, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that select the GPUs which a build of torch sees, with their values.
+
+    Only variables that the runtime of the build reads are returned: CUDA reads CUDA_VISIBLE_DEVICES. ROCm reads
+    ROCR_VISIBLE_DEVICES, and then HIP_VISIBLE_DEVICES or, if this is not set, CUDA_VISIBLE_DEVICES.
+    """
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in variables else "CUDA_VISIBLE_DEVICES"
+    names = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES", hip)}.get(build.kind, ())
+    return {name: variables[name] for name in names if name in variables}
+
+
 def installed_build() -> Build:
     """Return the build of the torch that this process imported."""
     return Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
@@ -168,18 +179,18 @@ def check_accelerator(
     Args:
         build: the build of torch; default: the build that this process imported.
         names: function that returns the names of the GPUs that torch can use, or raises torch's RuntimeError.
-        masks: environment variables. Only those whose names end in _VISIBLE_DEVICES are used.
+        masks: environment variables. Only those that select GPUs for this build are used.
         driver: name and version of the GPU driver, or "" if it is unknown.
     """
     build = build or installed_build()
     if build.kind == "cpu":
         evidence = "a CPU build of torch: everything runs on the CPU"
         return CheckResult("accelerator", "skip", evidence, version=driver, found=bool(driver))
-    hidden = {name: value for name, value in masks.items() if name.endswith("_VISIBLE_DEVICES")}
+    hidden = device_masks(build, masks)
     try:
         gpus, problem = (names or _device_names)(), "torch cannot use a GPU"
     except RuntimeError as error:
-        gpus, problem = [], str(error)
+        gpus, problem, hidden = [], str(error), {}  # torch raises no error if all GPUs are hidden
     if gpus:
         return CheckResult("accelerator", "ok", f"{len(gpus)} visible: {', '.join(sorted(set(gpus)))}", version=driver)
     remedy = "update the GPU driver to the version that this build needs; in a container, pass the devices through"
@@ -277,14 +288,25 @@ def check_disk_space(folder: Path | None = None, free_gb: float | None = None) -
     return CheckResult("disk_space", "warn" if free_gb >= 1 else "fail", evidence, remedy)
 
 
-def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = None) -> CheckResult:
-    """Check that the cache folders of compilers, kernel libraries and Jupyter are writable."""
-    home = home or home_folder()
-    folders = {
+def cache_folders(variables: Mapping[str, str], home: Path) -> dict[str, Path]:
+    """Return the cache folders of compilers, kernel libraries and Jupyter, by environment variable.
+
+    A variable that is not set and whose default is a temporary folder is left out.
+
+    Args:
+        variables: environment variables.
+        home: home folder of the user.
+    """
+    return {
         name: Path(variables[name]) if variables.get(name) else home / default
         for name, default in CACHES.items()
         if variables.get(name) or default
     }
+
+
+def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = None) -> CheckResult:
+    """Check that the cache folders of compilers, kernel libraries and Jupyter are writable."""
+    folders = cache_folders(variables, home or home_folder())
     broken = {name: cause for name, path in folders.items() if (cause := _not_writable(path))}
     if not broken:
         return CheckResult("caches", "ok", f"{len(folders)} cache folders are writable")

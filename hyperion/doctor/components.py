@@ -18,6 +18,7 @@ from hyperion.doctor.floors import MET, NOT_MEASURED, check_floors
 from hyperion.doctor.numerics import check_numerics
 from hyperion.doctor.report import LAYERS, LEVELS, Item, Layer, Level
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect
+from hyperion.hardware.facts import TRITON_PACKAGES
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 from hyperion.units import GIB
 
@@ -113,15 +114,7 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
             },
             needs=torch,
         ),
-        _package(
-            "framework",
-            "Triton",
-            "triton",
-            ("triton", "pytorch-triton-rocm"),
-            "a kernel by value",
-            probes.probe_triton,
-            needs=torch,
-        ),
+        _package("framework", "Triton", "triton", TRITON_PACKAGES, "a kernel by value", probes.probe_triton, needs=torch),
         _package(
             "framework",
             "ONNX Runtime",

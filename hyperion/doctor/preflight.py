@@ -11,7 +11,7 @@ from hyperion.doctor.probes import package_version
 from hyperion.doctor.state import State
 from hyperion.engines.environments import ENVIRONMENTS, install_command, installed_versions
 from hyperion.errors import HyperionError
-from hyperion.install.advice import CUDA_OF_PYPI, least_nvidia_driver
+from hyperion.install.advice import CUDA_OF_PYPI, least_nvidia_driver, oldest_nvidia_driver
 from hyperion.install.machine import decide
 from hyperion.install.plan import MINIMUM_PYTHON, MINIMUM_TORCH
 
@@ -102,12 +102,19 @@ def _install(package: str) -> str:
     return install_command(package) if package in ENVIRONMENTS else f"pip install {package}"
 
 
+def _number(value: float) -> str:
+    """Return a number as text: whole, or with four digits, and without an exponent."""
+    if value == float("inf"):
+        return "unlimited"
+    return f"{value:.0f}" if value >= 1000 or value == round(value) else f"{value:.4g}"
+
+
 def _at_least(what: str, found: float | None, least: float, unit: str, remedy: str) -> Need:
-    needed = f"{least:g} {unit}".rstrip()
+    needed = f"{_number(least)} {unit}".rstrip()
     if found is None:
         return Need(what, "unknown", needed, "skip")
     enough = found >= least
-    return Need(what, f"{found:.4g} {unit}".rstrip(), needed, "ok" if enough else "fail", "" if enough else remedy)
+    return Need(what, f"{_number(found)} {unit}".rstrip(), needed, "ok" if enough else "fail", "" if enough else remedy)
 
 
 def _present(what: str, found: str | None, remedy: str) -> Need:
@@ -180,6 +187,8 @@ def _nvidia(state: State) -> Need:
     major = driver.split(".")[0]
     if not major.isdigit() or least is None:
         return Need("NVIDIA driver", driver or "unknown", needed, "skip")
-    enough = int(major) >= least
-    remedy = "" if enough else "update the driver, or see `hyperion env --install` for a build for this driver"
-    return Need("NVIDIA driver", driver, needed, "ok" if enough else "fail", remedy)
+    if int(major) >= least:
+        return Need("NVIDIA driver", driver, needed, "ok")
+    runs_older = int(major) >= oldest_nvidia_driver()
+    remedy = "update the driver, or install the build that `hyperion env --install` names" if runs_older else "update the driver"
+    return Need("NVIDIA driver", driver, needed, "fail", remedy)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hyperion.doctor.checks import device_masks, require_torch_build
 from hyperion.doctor.report import RuleResult
 from hyperion.doctor.state import NETWORK_FILE_SYSTEMS, State, is_port
+from hyperion.errors import HyperionError
 from hyperion.install.machine import NVIDIA, ROCM_WHEEL_ARCHS, decide
 from hyperion.install.variables import lint
 
 NOT_PRESENT = "not present"
-MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 # Variables of batch systems, which give a job only some of the GPUs of a machine.
 _BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 # GPUs that are part of a processor ("APU" in the table of processors in LLVM's AMDGPUUsage, read on 2026-11-27).
@@ -27,6 +28,9 @@ _INTEGRATED = {
     *("gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103"),
     *("gfx1150", "gfx1151", "gfx1152", "gfx1153"),
 }
+# Drivers with algorithms of their own for the clock, of which the one called powersave follows the load (Linux, admin-guide/pm,
+# intel_pstate.rst and amd-pstate.rst). With all other drivers, powersave is the lowest clock (cpufreq.rst).
+_OWN_GOVERNORS = ("intel_pstate", "amd-pstate-epp")
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,20 @@ def _rule(symptom: str, remedy: str, *needs: str, per_device: str = "", severity
 def rules() -> tuple[Rule, ...]:
     """Return all rules: first the rules about the state of the machine, then the rules about a log."""
     logs = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))["rule"]
-    return (*_RULES, *(Rule(**entry | {"detect": _searches(entry.pop("pattern"))}, needs=("log",)) for entry in logs))
+    patterns = {entry["id"]: re.compile(entry.pop("pattern")) for entry in logs}
+    others = {entry["id"]: [patterns[name] for name in entry.pop("except", ())] for entry in logs}
+    about_logs = [Rule(**entry, detect=_searches(patterns[entry["id"]], others[entry["id"]]), needs=("log",)) for entry in logs]
+    return (*_RULES, *about_logs)
 
 
-def _searches(pattern: str) -> Callable[[State], str]:
-    expression = re.compile(pattern)
+def _searches(pattern: re.Pattern[str], others: list[re.Pattern[str]]) -> Callable[[State], str]:
+    """Return a function that searches a log for a pattern, without the parts of the log that match one of the others."""
 
     def detect(state: State) -> str:
-        found = expression.search(state.log or "")
+        log = state.log or ""
+        for other in others:
+            log = other.sub("\n", log)
+        found = pattern.search(log)
         return " ".join(found[0].split())[:200] if found else ""
 
     return detect
@@ -109,11 +119,24 @@ def _gpu_problem(state: State, words: str) -> str:
     return f"{machine.problem}; {machine.evidence}" if machine.problem and words in machine.problem else ""
 
 
-@_rule("torch.cuda.is_available() is False", "unset the variable, or name a device that exists")
+def _masks(state: State) -> dict[str, str]:
+    return device_masks(state.build, state.variables) if state.build else {}
+
+
+@_rule("torch.cuda.is_available() is False", "unset the variable, or name a device that exists", "build", "device_error")
 def masked_gpu(state: State) -> str:
-    hidden = {name: state.variables[name] for name in MASKS if name in state.variables}
-    present = len(state.kernel.amd_archs) or int(state.kernel.nvidia_driver is not None)
-    return f"{hidden} hides all GPUs" if hidden and present and not state.device_archs else ""
+    masks, kernel = _masks(state), state.kernel
+    rocm = state.build is not None and state.build.kind == "rocm"
+    usable = kernel.kfd == "ok" and bool(_usable_archs(state)) if rocm else kernel.nvidia_driver is not None
+    # If all GPUs are hidden, torch raises one of these errors or none. Other errors have other causes, such as an old driver.
+    words = r"No (HIP|CUDA) GPUs are available|no (ROCm|CUDA)-capable device|invalid device ordinal"
+    hidden = not state.device_error or re.search(words, state.device_error)
+    return f"{masks} hides all GPUs" if masks and usable and hidden and not state.device_archs else ""
+
+
+def _usable_archs(state: State) -> list[str]:
+    """Return the architectures of the AMD GPUs for which PyTorch's wheels have code."""
+    return [arch for arch in state.kernel.amd_archs if arch in ROCM_WHEEL_ARCHS]
 
 
 @_rule("fewer GPUs than expected", "set only one of them: ROCR_VISIBLE_DEVICES renumbers the GPUs before HIP reads its own")
@@ -122,15 +145,22 @@ def nested_masks(state: State) -> str:
     return f"both masks are set: {values}" if len(values) == 2 and state.variables.get("HIP_VISIBLE_DEVICES") != "0" else ""
 
 
-@_rule("fewer GPUs than expected", "unset the variable, or list all GPUs that exist: an index that does not exist ends the list")
+@_rule(
+    "fewer GPUs than expected",
+    "unset the variable, or list all GPUs that exist: an index that does not exist ends the list",
+    "build",
+)
 def partly_masked(state: State) -> str:
-    masks = {name: state.variables[name] for name in MASKS if name in state.variables}
-    present = len(state.kernel.amd_archs) or sum(vendor == NVIDIA for vendor, _ in state.kernel.pci)
-    seen = len(state.device_archs)
-    named = max((value.count(",") + 1 for value in masks.values()), default=0)
+    masks, seen = _masks(state), len(state.device_archs)
     if not masks or not seen or any(name in state.variables for name in _BATCH_SYSTEMS):
         return ""
-    return f"{masks}: torch sees {seen} of {max(present, named)} GPUs" if seen < max(present, named) else ""
+    # The GPU of a processor is not expected: to hide it is the next step of `integrated_gpu`.
+    expected = sum(arch not in _INTEGRATED for arch in state.kernel.amd_archs)
+    if state.build is not None and state.build.kind == "cuda":
+        expected = sum(vendor == NVIDIA for vendor, _ in state.kernel.pci)
+    hidden = expected - sum(arch not in _INTEGRATED for arch in state.device_archs)
+    hidden = max(hidden, *(value.count(",") + 1 - seen for value in masks.values()))
+    return f"{masks}: torch sees {seen} of {seen + hidden} GPUs" if hidden > 0 else ""
 
 
 @_rule("work runs on the GPU of the processor", "hide it: set HIP_VISIBLE_DEVICES to the indices of the other GPUs")
@@ -140,16 +170,24 @@ def integrated_gpu(state: State) -> str:
     return visible if 0 < len(integrated) < len(state.device_archs) else ""
 
 
-@_rule("the GPU is ignored", "see `hyperion env --install`: another wheel or a container may support it; else use TORCH=cpu")
+@_rule("the GPU is ignored", "see `hyperion env --install`: another wheel or a container may support it")
 def unsupported_gpu(state: State) -> str:
-    other = sorted(set(state.kernel.amd_archs) - ROCM_WHEEL_ARCHS)
-    return f"PyTorch's ROCm wheels have no code for {', '.join(other)}" if other else ""
+    other = set(state.kernel.amd_archs) - ROCM_WHEEL_ARCHS
+    nvidia = state.kernel.nvidia_driver is not None
+    if _usable_archs(state) or nvidia:
+        other -= _INTEGRATED  # if there is another GPU, that of the processor is not needed
+    if not other:
+        return ""
+    instead = "the NVIDIA GPU is used" if nvidia else "the other GPUs are used" if _usable_archs(state) else "the CPU is used"
+    return f"PyTorch's ROCm wheels have no code for {', '.join(sorted(other))}: {instead}"
 
 
 @_rule("the first kernel fails", "install a wheel that contains this architecture", "build", "archs", severity="fail")
 def missing_architecture(state: State) -> str:
     names = {name.split(":")[0] for name in state.archs or ()}
-    lacking = sorted({arch for arch in state.device_archs if not _has_code(arch, names)})
+    # If there are other GPUs, `integrated_gpu` reports that of the processor.
+    archs = set(state.device_archs) - _INTEGRATED or set(state.device_archs)
+    lacking = sorted(arch for arch in archs if not _has_code(arch, names))
     return f"the build has code for {', '.join(sorted(names))}, not for {', '.join(lacking)}" if lacking else ""
 
 
@@ -168,8 +206,13 @@ def _has_code(arch: str, names: set[str]) -> bool:
 @_rule("PyTorch sees no GPU", "install the build for this GPU: `make setup`", "build", severity="fail")
 def wrong_build(state: State) -> str:
     machine = decide(state.kernel)
-    right = state.build is not None and state.build.kind == machine.kind
-    return "" if machine.kind == "cpu" or machine.problem or right else f"{state.build} on {machine.evidence}"
+    if machine.kind == "cpu" or machine.problem:  # without a GPU, there is no build for it; other rules report the problem
+        return ""
+    try:
+        require_torch_build(state.build, machine, state.variables.get("TORCH", ""))
+    except HyperionError as error:
+        return f"{error.what}; {machine.evidence}"
+    return ""
 
 
 @_rule("only root can use the GPU", "add the user to the groups render and video, and log in again", severity="fail")
@@ -418,9 +461,15 @@ def triton_missing(state: State) -> str:
     return state.triton or "" if state.build is not None and state.build.kind != "cpu" else ""
 
 
-@_rule("torch.compile fails", "apt install g++, or set CXX", "compiler")
+@_rule(
+    "torch.compile fails",
+    "apt install g++, or set CXX to the path of one compiler, without options and without ccache",
+    "compiler",
+)
 def compiler_missing(state: State) -> str:
-    return "" if state.compiler else "there is no C++ compiler in PATH"
+    named = state.variables.get("CXX")
+    why = "there is no g++ in PATH" if named is None else f"CXX={named} is not a program, and torch.compile takes it as one path"
+    return "" if state.compiler else why
 
 
 @_rule("Triton cannot build its launcher", "apt install python3-dev", "python_header", "build")
@@ -439,9 +488,10 @@ def damaged_data(state: State) -> str:
     return f"missing or truncated: {', '.join((state.damaged_data or ())[:5])}" if state.damaged_data else ""
 
 
-@_rule("the CPU is slow", "cpupower frequency-set -g performance", "governor")
+@_rule("the CPU is slow", "cpupower frequency-set -g performance", "governor", "clock_driver")
 def slow_governor(state: State) -> str:
-    return "the governor of the CPU clock is powersave" if state.governor == "powersave" else ""
+    lowest = state.governor == "powersave" and state.clock_driver not in _OWN_GOVERNORS
+    return f"the governor powersave of {state.clock_driver} keeps the CPU at its lowest clock" if lowest else ""
 
 
 @_rule("steps have long pauses", "sysctl kernel.numa_balancing=0 (AMD recommends it for Instinct)", "numa_balancing")

@@ -11,6 +11,7 @@ import resource
 import shutil
 import site
 import socket
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ import psutil
 import torch
 
 from hyperion.data.store.folders import DataError, processed_root, read_manifest
-from hyperion.doctor.checks import CACHES, installed_build, nearest_existing
+from hyperion.doctor.checks import cache_folders, installed_build, nearest_existing
 from hyperion.hardware import Device, MachineFacts, collect_facts, detect, read
 from hyperion.hardware.cpu import memory_limit_bytes, system_text
 from hyperion.hardware.telemetry import nvml_uncorrected_errors
@@ -94,10 +95,10 @@ class State:
         infiniband: whether there is an InfiniBand or RoCE adapter.
         port_used: whether the port in MASTER_PORT is used by another process. False without MASTER_PORT.
         own_address: address to which the own host name resolves; "" if it does not resolve.
-        compiler: path of a C++ compiler, or "".
+        compiler: path of the C++ compiler that torch.compile takes, or "" if it does not exist.
         python_header: whether Python.h is installed.
         triton: reason why Triton cannot be used, or "".
-        governor: governor of the CPU clock.
+        governor, clock_driver: governor of the CPU clock, and the driver of the kernel that sets the clock.
         numa_balancing: whether the kernel moves pages between NUMA nodes.
         kernel_command: command line of the kernel.
         user_site: whether packages in the user's site-packages are visible.
@@ -140,6 +141,7 @@ class State:
     python_header: bool | None = None
     triton: str | None = None
     governor: str | None = None
+    clock_driver: str | None = None
     numa_balancing: bool | None = None
     kernel_command: str | None = None
     user_site: bool | None = None
@@ -161,7 +163,7 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
     """
     facts = collect_facts()
     home, temporary = nearest_existing(home_folder()), Path(tempfile.gettempdir())
-    caches = {name: Path(variables.get(name) or home_folder() / path) for name, path in CACHES.items() if path}
+    clock = root / "sys/devices/system/cpu/cpu0/cpufreq"
     memory, limits = psutil.virtual_memory(), {name: resource.getrlimit(name)[0] for name in (_MEMLOCK, _FILES)}
     unlimited = {name: float("inf") if value == resource.RLIM_INFINITY else value for name, value in limits.items()}
     balancing = system_text(root / "proc/sys/kernel/numa_balancing")
@@ -186,7 +188,7 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         shm_gib=_attempt(lambda: shutil.disk_usage(root / "dev/shm").total / GIB),
         cores_allowed=facts.cpu.cores,
         disks={str(place): _disk(place) for place in (nearest_existing(results_folder()), home, temporary)},
-        file_systems={name: _file_system(nearest_existing(path)) for name, path in caches.items()},
+        file_systems={name: _file_system(path) for name, path in cache_folders(variables, home_folder()).items()},
         noexec=tuple(str(place) for place in (temporary, home) if os.statvfs(place).f_flag & os.ST_NOEXEC),
         memlock_gib=unlimited[_MEMLOCK] / GIB,
         open_files=unlimited[_FILES],
@@ -194,10 +196,11 @@ def read_state(root: Path = Path("/"), log: Path | None = None, variables: Mappi
         infiniband=any((root / "sys/class/infiniband").glob("*")),
         port_used=_port_used(variables.get("MASTER_PORT", "")),
         own_address=_attempt(lambda: socket.gethostbyname(socket.gethostname())) or "",
-        compiler=shutil.which(variables.get("CXX") or "g++") or shutil.which("clang++") or "",
+        compiler=_compiler(variables),
         python_header=Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
         triton=why_no_triton(),
-        governor=system_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        governor=system_text(clock / "scaling_governor"),
+        clock_driver=system_text(clock / "scaling_driver"),
         numa_balancing=None if balancing is None else balancing != "0",
         kernel_command=system_text(root / "proc/cmdline"),
         user_site=bool(site.ENABLE_USER_SITE) and Path(site.getusersitepackages()).is_dir(),
@@ -278,9 +281,15 @@ def _disk(place: Path) -> tuple[float, float]:
     return status.f_bavail * status.f_frsize / 1e9, status.f_favail / status.f_files if status.f_files else 1.0
 
 
-def _file_system(place: Path) -> str:
+def _file_system(folder: Path) -> str:
+    place = nearest_existing(folder.resolve())  # the folder, or a folder above it, may be a link to another file system
     mounts = sorted(psutil.disk_partitions(all=True), key=lambda mount: len(mount.mountpoint))
     return next((mount.fstype for mount in reversed(mounts) if place.is_relative_to(mount.mountpoint)), "")
+
+
+def _compiler(variables: Mapping[str, str]) -> str:
+    # torch/_inductor/cpp_builder.py runs the value of CXX as one path, even if it is "ccache g++", and tries no other compiler.
+    return shutil.which(variables.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) or ""
 
 
 def _port_used(port: str) -> bool | None:

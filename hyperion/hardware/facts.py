@@ -34,6 +34,9 @@ VISIBLE_DEVICE_VARIABLES = (
 # Environment variables that select the visible devices. The first variable that is set is used. If HIP_VISIBLE_DEVICES is not
 # set, ROCm uses CUDA_VISIBLE_DEVICES.
 _VARIABLES = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
+# Names of the distributions that contain Triton. The torch wheels for CUDA require the first; those for ROCm require the second
+# since torch 2.10, and before required the third.
+TRITON_PACKAGES = ("triton", "triton-rocm", "pytorch-triton-rocm")
 PACKAGES = (
     "torchvision",
     "numpy",
@@ -48,8 +51,7 @@ PACKAGES = (
     "scipy",
     "matplotlib",
     "papermill",
-    "triton",
-    "pytorch-triton-rocm",
+    *TRITON_PACKAGES,
     "nvidia-ml-py",
     "deepspeed",
 )

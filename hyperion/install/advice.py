@@ -7,13 +7,23 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hyperion.errors import HyperionError
 from hyperion.install.machine import ROCM_WHEEL_ARCHS, KernelFacts, decide
-from hyperion.install.plan import CPU_INDEX, MINIMUM_PYTHON, MINIMUM_TORCH, ROCM_INDEX, ROCM_WHEELS, TORCH, TORCHVISION, choose
+from hyperion.install.plan import (
+    CPU_INDEX,
+    CUDA_INDEX,
+    MINIMUM_PYTHON,
+    MINIMUM_TORCH,
+    ROCM_INDEX,
+    ROCM_WHEELS,
+    TORCH,
+    TORCHVISION,
+    choose,
+)
 
 CUDA_OF_PYPI = 13  # CUDA major version of the torch 2.13 wheels on PyPI
 _CONDA = "PyTorch itself publishes no conda packages since 2.6 (pytorch/pytorch issue 138506)"
@@ -87,6 +97,11 @@ def _tables() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("support.toml").read_text(encoding="utf-8"))
 
 
+def oldest_nvidia_driver() -> int:
+    """Return the oldest driver for which the table names a version of CUDA."""
+    return min(entry["driver"] for entry in _tables()["cuda"]["drivers"])
+
+
 def support_of(arch: str) -> Support:
     """Return what AMD states about an architecture. An architecture that the table does not list is 'unknown'."""
     wheel = arch in ROCM_WHEEL_ARCHS
@@ -118,10 +133,10 @@ def advise(facts: KernelFacts) -> list[Way]:
     if machine.problem:
         why = f"{machine.problem}; {machine.remedy}"
         return [Way(kind, "impossible", "", why) for kind in ("wheel", "container", "conda", "native")]
-    if machine.kind == "rocm" or facts.amd_archs:
-        return _advise_amd(facts)
     if machine.kind == "cuda":
-        return _advise_nvidia(facts)
+        return _advise_nvidia(facts, machine.note or "")
+    if facts.amd_archs:
+        return _advise_amd(facts)
     # The machine has no GPU, or the driver of its GPU is not installed.
     note = machine.note or machine.evidence
     return [
@@ -138,17 +153,20 @@ def _pip(index: str, torch: str, torchvision: str) -> str:
 
 def _advise_amd(facts: KernelFacts) -> list[Way]:
     archs = [support_of(arch) for arch in sorted(set(facts.amd_archs))]
-    stated = "; ".join(f"{one.arch} is {one.level} ({one.evidence})" for one in archs)
-    levels, lacking = {one.level for one in archs}, [one.arch for one in archs if not one.wheel]
+    usable, lacking = [one for one in archs if one.wheel], [one.arch for one in archs if not one.wheel]
+    stated = "; ".join(f"{one.arch} is {one.level} ({one.evidence})" for one in usable or archs)
+    levels = {one.level for one in usable}
     image = "docker run --device=/dev/kfd --device=/dev/dri --group-add video --group-add render --ipc=host rocm/pytorch:latest"
     conda = Way("conda", "unknown", "", f"{_CONDA}; the wheel also works inside a conda environment")
-    if lacking:
+    if not usable:
         return [
             Way("wheel", "impossible", "", f"PyTorch's ROCm wheels have no code for {', '.join(lacking)}; {stated}"),
             Way("container", "unknown", image, f"whether the image has code for {', '.join(lacking)} is unknown"),
             conda,
             Way("native", "unknown", f"PYTORCH_ROCM_ARCH={';'.join(lacking)} python setup.py develop", "a build from source"),
         ]
+    if lacking:
+        stated += f"; ignored, because the wheels have no code for it: {', '.join(lacking)}"
     try:
         version = choose(decide(facts)).version
     except HyperionError as error:
@@ -171,27 +189,45 @@ def least_nvidia_driver(cuda: str) -> int | None:
     return next((entry["driver"] for entry in _tables()["cuda"]["drivers"] if entry["major"] == major), None)
 
 
-def _advise_nvidia(facts: KernelFacts) -> list[Way]:
-    driver = facts.nvidia_driver or ""
-    match = re.match(r"\d+", driver)
-    if match is None:
-        wheel = Way("wheel", "unknown", "", "the version of the NVIDIA driver is unknown")
-    else:
-        table = _tables()["cuda"]
-        entry = next((entry for entry in table["drivers"] if int(match[0]) >= entry["driver"]), None)
-        if entry is None:
-            least = min(entry["driver"] for entry in table["drivers"])
-            wheel = Way("wheel", "impossible", "", f"driver {driver} is older than {least}, the least for CUDA 12: update it")
-        else:
-            why = f"driver {driver} runs CUDA {entry['major']}.x ({table['source']}, {table['date']})"
-            if entry["major"] == CUDA_OF_PYPI:
-                wheel = Way("wheel", "recommended", f"pip install torch=={TORCH} torchvision=={TORCHVISION}", why)
-            else:
-                next_step = f"the wheels on PyPI need CUDA {CUDA_OF_PYPI}: update the driver, or see pytorch.org/get-started"
-                wheel = Way("wheel", "unknown", "", f"{why}; {next_step}")
+def _advise_nvidia(facts: KernelFacts, note: str) -> list[Way]:
+    """Return the ways for a machine with an NVIDIA driver. `note` is a remark about other GPUs, or ""."""
+    wheel = _cuda_wheel(facts.nvidia_driver or "")
     return [
-        wheel,
+        replace(wheel, why="; ".join(filter(None, (wheel.why, note)))),
         Way("container", "possible", "docker run --gpus all --ipc=host pytorch/pytorch", "needs nvidia-container-toolkit"),
         Way("conda", "possible", "conda install pytorch-gpu -c conda-forge", f"{_CONDA}; conda-forge does"),
         Way("native", "possible", "", "a CUDA toolkit is needed to compile extensions, not to run the wheel"),
     ]
+
+
+def _cuda_wheel(driver: str) -> Way:
+    """Return the advice about PyTorch's wheels for a version of the NVIDIA driver, which is "" if it is unknown."""
+    match = re.match(r"\d+", driver)
+    if match is None:
+        return Way("wheel", "unknown", "", "the version of the NVIDIA driver is unknown")
+    table = _tables()["cuda"]
+    major = next((entry["major"] for entry in table["drivers"] if int(match[0]) >= entry["driver"]), None)
+    if major is None:
+        why = f"driver {driver} is older than {oldest_nvidia_driver()}, the least for CUDA 12: update it"
+        return Way("wheel", "impossible", "", why)
+    why = f"driver {driver} runs CUDA {major}.x ({table['source']}, {table['date']})"
+    if major == CUDA_OF_PYPI:
+        return Way("wheel", "recommended", f"pip install torch=={TORCH} torchvision=={TORCHVISION}", why)
+    why += f"; the wheels on PyPI need CUDA {CUDA_OF_PYPI}, so update the driver, or use PyTorch's index for CUDA {major}"
+    return _older_cuda_wheel(major, why)
+
+
+def _older_cuda_wheel(major: int, why: str) -> Way:
+    """Return the advice about the wheels for a CUDA that is older than that of the wheels on PyPI.
+
+    Args:
+        major: major version of CUDA.
+        why: reason for these wheels.
+    """
+    wheel = next(entry for entry in _tables()["cuda_wheel"] if entry["cuda"].startswith(f"{major}."))
+    index = CUDA_INDEX.format(major=major, minor=wheel["cuda"].split(".")[1])
+    stated = f"{wheel['source']}, {wheel['date']}"
+    if ".".join(TORCH.split(".")[:2]) not in wheel["releases"]:
+        why += f": whether {index} contains torch {TORCH} is unknown, so look there for its newest version ({stated})"
+        return Way("wheel", "unknown", "", why)
+    return Way("wheel", "possible", _pip(index, TORCH, TORCHVISION), f"{why}; code for {wheel['archs']} ({stated})")

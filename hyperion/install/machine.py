@@ -11,7 +11,8 @@ AMD, NVIDIA = "0x1002", "0x10de"
 DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # classes of data-centre GPUs
 
-# Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, .ci/docker/manywheel/build.sh (2026).
+# Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, branch release/2.13, .ci/docker/manywheel/build.sh
+# (read on 2026-11-28). gfx1103 is new in 2.13.
 ROCM_WHEEL_ARCHS = {
     "gfx900",
     "gfx906",
@@ -23,6 +24,7 @@ ROCM_WHEEL_ARCHS = {
     "gfx1100",
     "gfx1101",
     "gfx1102",
+    "gfx1103",
     "gfx1150",
     "gfx1151",
     "gfx1200",

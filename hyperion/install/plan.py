@@ -14,6 +14,7 @@ from hyperion.install.machine import DetectedAccelerator
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
+CUDA_INDEX = "https://download.pytorch.org/whl/cu{major}{minor}"  # the wheels for the newest CUDA are on PyPI, too
 # Versions of (torch, torchvision) by ROCm version. A wheel contains its own ROCm libraries, which work with amdgpu drivers that
 # are up to about one year older or newer (AMD's user and kernel-space support matrix). Among the wheels with the major version of
 # the machine's ROCm, the newest one that is not newer is chosen, else the oldest one. If there is no such wheel, the newest older

@@ -182,9 +182,7 @@ def contains_name(file: Path, name: str) -> bool:
     return False
 
 
-def minimal_environment(
-    cores: int, devices: int, node_local: Mapping[str, str] | None = None, staged: bool = False
-) -> list[Setting]:
+def minimal_environment(cores: int, devices: int, node_local: Mapping[str, str] | None = None) -> list[Setting]:
     """Return the settings that this machine needs, each with its reason.
 
     The settings contain no variables of drivers or libraries, because the defaults of these variables are right.
@@ -193,7 +191,6 @@ def minimal_environment(
         cores: physical cores that the process may use.
         devices: number of GPUs, which is the number of ranks of a node.
         node_local: for each cache variable whose folder is on a network file system, a folder on this node.
-        staged: whether all data and models are in the cache, so that no connection is needed.
     """
     settings = [Setting("PYTHONNOUSERSITE", "1", "packages of the user's site-packages are not mixed with this environment")]
     threads = max(1, cores // max(1, devices))
@@ -202,8 +199,6 @@ def minimal_environment(
         settings.append(Setting("NCCL_DEBUG", "WARN", "NCCL and RCCL print the reason of an error, and nothing else"))
     for name, folder in (node_local or {}).items():
         settings.append(Setting(name, folder, "the default is on a network file system, which is slow with many ranks"))
-    if staged:
-        settings.append(Setting("HF_HUB_OFFLINE", "1", "everything is staged, so no connection is opened"))
     return settings
 
 

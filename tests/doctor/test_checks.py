@@ -98,12 +98,27 @@ def test_masked_devices_are_blamed_on_the_mask():
     assert result.status == "fail" and "unset HIP_VISIBLE_DEVICES" in result.remedy
 
 
-def test_torchs_own_words_are_kept():
+@pytest.mark.parametrize(
+    ("build", "variables", "masks"),
+    [
+        (CUDA, {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "2"}, "CUDA"),
+        (ROCM, {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "2"}, "ROCR HIP"),
+        (ROCM, {"CUDA_VISIBLE_DEVICES": "0", "GPU_DEVICE_ORDINAL": "1"}, "CUDA"),
+        (CPU, {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}, ""),
+    ],
+)
+def test_masks_are_the_variables_that_the_runtime_of_the_build_reads(build, variables, masks):
+    names = [f"{name}_VISIBLE_DEVICES" for name in masks.split()]
+    assert checks.device_masks(build, variables) == {name: variables[name] for name in names}
+
+
+@pytest.mark.parametrize("masks", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
+def test_torchs_own_words_are_kept(masks):
     def names():
         raise RuntimeError("The NVIDIA driver on your system is too old")
 
-    result = checks.check_accelerator(CUDA, names, {})
-    assert result.status == "fail" and "too old" in result.evidence and "driver" in result.remedy
+    result = checks.check_accelerator(CUDA, names, masks)
+    assert result.status == "fail" and "too old" in result.evidence and result.remedy.startswith("update the GPU driver")
 
 
 def test_this_device_copies_and_computes_right():

@@ -1,9 +1,11 @@
 """The report of the doctor: its schema, its exit code, the isolation of its tests, and one real run with everything in it."""
 
 import json
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import jsonschema
 import pytest
@@ -17,6 +19,7 @@ from hyperion.doctor.rules import rules
 from hyperion.doctor.state import State
 from hyperion.errors import HyperionError
 from hyperion.hardware import collect_facts
+from hyperion.hardware.facts import TRITON_PACKAGES
 from hyperion.install.plan import Build
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 from tests.hardware.machines import facts, gpu
@@ -224,6 +227,16 @@ def test_every_device_is_tested_and_every_layer_has_components():
     documented = "PyTorch, ONNX Runtime, MIGraphX, Megatron-LM, Flash Attention, NCCL or RCCL, MPI, Triton, bitsandbytes, vLLM"
     assert {*documented.split(", "), "ROCm SMI", "PyTorch Profiler", "Weights & Biases"} <= names
     assert any(component.name == "gloo" for component in components(collect_facts()))
+
+
+@pytest.mark.parametrize("package", TRITON_PACKAGES)
+def test_triton_is_found_in_each_of_the_packages_that_torch_requires(package, monkeypatch):
+    monkeypatch.setattr("hyperion.doctor.probes.package_version", lambda name: "3.7.1" if name == package else None)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    test = next(one for one in components(facts()) if one.name == "Triton").tests["import"].run
+    assert (test().status, test().version) == ("ok", "3.7.1")
+    monkeypatch.setattr("hyperion.hardware.facts.importlib.metadata.version", lambda name: "3.7.1")
+    assert package in collect_facts().packages
 
 
 def test_a_package_without_a_test_of_results_says_so():

@@ -1,10 +1,13 @@
 """Each rule of troubleshooting finds its cause in injected facts, and is silent on a healthy machine and just above its bound."""
 
+import os
+import re
 import socket
 import sys
 import tempfile
 import time
 import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +15,19 @@ from types import SimpleNamespace
 import pytest
 
 from hyperion.commands.monitor import summary_lines
+from hyperion.data.store.folders import write_manifest
 from hyperion.doctor.batches import largest_fitting, load_step, within_free_memory
+from hyperion.doctor.checks import check_torch_build
 from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import apply_rules, rules
 from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state, startup_settings
 from hyperion.engines.environments import environment_folder
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Telemetry, detect
+from hyperion.hardware.facts import TRITON_PACKAGES
 from hyperion.hardware.monitoring import Reading, summarize
-from hyperion.install.machine import AMD, KernelFacts
+from hyperion.install.advice import advise
+from hyperion.install.machine import AMD, NVIDIA, KernelFacts, decide
 from hyperion.install.plan import Build
 from tests.hardware.machines import facts, gpu
 
@@ -58,6 +65,7 @@ HEALTHY = State(
     python_header=True,
     triton="",
     governor="performance",
+    clock_driver="acpi-cpufreq",
     numa_balancing=False,
     kernel_command="quiet iommu=pt",
     user_site=False,
@@ -192,10 +200,14 @@ CASES = {
         "proxy:3128",
     ),
     "triton_missing": ({"triton": "unavailable: Triton is not installed"}, CPU | {"triton": "unavailable"}, "Triton"),
-    "compiler_missing": ({"compiler": ""}, {"compiler": "/usr/bin/clang++"}, "compiler"),
+    "compiler_missing": ({"compiler": ""}, {"compiler": "/usr/bin/clang++"}, "no g++"),
     "header_missing": ({"python_header": False}, CPU | {"python_header": False}, "Python.h"),
     "damaged_data": ({"damaged_data": ("wikitext-2/train.npy",)}, {"damaged_data": ()}, "train.npy"),
-    "slow_governor": ({"governor": "powersave"}, {"governor": "schedutil"}, "powersave"),
+    "slow_governor": (
+        {"governor": "powersave"},
+        {"governor": "powersave", "clock_driver": "amd-pstate-epp"},
+        "powersave of acpi-cpufreq",
+    ),
     "numa_balancing": ({"numa_balancing": True}, H200 | {"numa_balancing": True}, "NUMA"),
     "iommu": ({"kernel_command": "quiet"}, kernel(amd_archs=("gfx90a",)) | {"kernel_command": "quiet"}, "pass-through"),
     "too_many_threads": (
@@ -211,6 +223,9 @@ COMPANIONS = {
     "contradictory_variables": (set(), {"harmful_variables"}),
     "device_permission": (set(), {"device_not_passed"}),  # a GPU without /dev/kfd
     "log_fragmentation": ({"log_out_of_memory"}, {"log_out_of_memory"}),
+    # Modules that are missing for another reason.
+    "log_deepspeed_version": (set(), {"log_module_missing"}),
+    "log_build_without_torch": (set(), {"log_module_missing"}),
 }
 LOGS = tomllib.loads(Path(__file__).with_name("logs.toml").read_text())
 BY_ID = {rule.id: rule for rule in rules()}
@@ -272,6 +287,96 @@ def test_a_long_line_that_almost_has_the_pattern_is_searched_in_little_time(rule
 def test_another_error_of_the_device_does_not_blame_the_driver(error):
     assert "driver_too_old" not in findings(device_error=error)
     assert "driver_too_old" in findings(device_error="CUDA driver version is insufficient for CUDA runtime version")
+
+
+NO_GPU_SEEN = {"device_archs": (), "device_error": "No CUDA GPUs are available"}
+TWO_NVIDIA = {"kernel": KernelFacts(nvidia_driver="580.1", pci=((NVIDIA, "0x0302"),) * 2)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"build": Build("2.13.0+cpu"), "device_archs": ()} | variables(CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID="4711"),
+        H200 | variables(CUDA_VISIBLE_DEVICES="0") | {"device_archs": (), "device_error": "The NVIDIA driver is too old"},
+        H200 | variables(CUDA_VISIBLE_DEVICES="0") | {"device_archs": (), "device_error": "Found no NVIDIA driver"},
+        H200 | NO_GPU_SEEN | variables(HIP_VISIBLE_DEVICES="9", ROCR_VISIBLE_DEVICES="9"),
+        H200 | TWO_NVIDIA | variables(HIP_VISIBLE_DEVICES="0") | {"device_archs": ("sm_90",)},
+        NO_GPU_SEEN | variables(GPU_DEVICE_ORDINAL="9"),
+        NO_GPU_SEEN | variables(CUDA_VISIBLE_DEVICES="0") | kernel(kfd="denied"),
+        NO_GPU_SEEN | variables(HIP_VISIBLE_DEVICES="0") | {"kernel": KernelFacts(nvidia_driver="580.1")},
+    ],
+)
+def test_a_mask_that_hides_no_gpu_is_not_blamed(changes):
+    assert not {"masked_gpu", "partly_masked"} & findings(**changes).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (H200 | NO_GPU_SEEN | variables(CUDA_VISIBLE_DEVICES="9"), "masked_gpu"),
+        (NO_GPU_SEEN | variables(CUDA_VISIBLE_DEVICES=""), "masked_gpu"),
+        (NO_GPU_SEEN | variables(ROCR_VISIBLE_DEVICES="9"), "masked_gpu"),
+        (NO_GPU_SEEN | variables(HIP_VISIBLE_DEVICES="9") | {"device_error": "HIP error: invalid device ordinal"}, "masked_gpu"),
+        (H200 | variables(CUDA_VISIBLE_DEVICES="9") | {"device_archs": (), "device_error": ""}, "masked_gpu"),
+        (H200 | TWO_NVIDIA | variables(CUDA_VISIBLE_DEVICES="0") | {"device_archs": ("sm_90",)}, "partly_masked"),
+        (variables(CUDA_VISIBLE_DEVICES="0") | {"device_archs": ("gfx90a",)}, "partly_masked"),
+    ],
+)
+def test_the_masks_that_the_runtime_of_the_build_reads_are_blamed(changes, rule):
+    assert findings(**changes).keys() == {rule}
+
+
+def test_the_gpu_of_a_processor_may_be_hidden_and_is_not_missed():
+    node = kernel(amd_archs=("gfx90a", "gfx1036"))
+    assert findings(**node, device_archs=("gfx90a", "gfx1036")).keys() == {"integrated_gpu"}
+    # The state after the next step of this rule.
+    assert findings(**node, device_archs=("gfx90a",), **variables(HIP_VISIBLE_DEVICES="0")) == {}
+    wrong = findings(**node, device_archs=("gfx1036",), **variables(HIP_VISIBLE_DEVICES="1"))
+    assert "torch sees 1 of 2 GPUs" in wrong["partly_masked"].evidence
+
+
+def test_an_unsupported_gpu_is_no_reason_to_use_the_cpu_if_another_gpu_is_usable():
+    other = findings(**kernel(amd_archs=("gfx90a", "gfx803")))["unsupported_gpu"]
+    assert other.evidence.endswith("no code for gfx803: the other GPUs are used") and "cpu" not in other.remedy.lower()
+    both = KernelFacts(amd_archs=("gfx803",), kfd="ok", nvidia_driver="580.1")
+    assert findings(**H200 | {"kernel": both})["unsupported_gpu"].evidence.endswith("the NVIDIA GPU is used")
+    assert findings(**kernel(amd_archs=("gfx1036",)))["unsupported_gpu"].evidence.endswith("the CPU is used")
+
+
+@pytest.mark.parametrize(
+    ("override", "build", "nvidia", "found"),
+    [
+        ("", Build("2.13.0+cpu"), None, True),
+        ("cpu", Build("2.13.0+cpu"), None, False),
+        ("", HEALTHY.build, "580.1", True),
+        ("rocm", HEALTHY.build, "580.1", False),
+        ("rocm", Build("2.13.0", cuda="13.0"), "580.1", True),
+    ],
+)
+def test_the_requested_build_is_not_wrong(override, build, nvidia, found):
+    changes = kernel(nvidia_driver=nvidia) | {"build": build} | variables(TORCH=override)
+    assert ("wrong_build" in findings(**changes)) is found
+    machine = decide(changes["kernel"])
+    assert (check_torch_build(build, machine, override).status == "fail") is found
+
+
+@pytest.mark.parametrize(
+    ("driver", "found"),
+    [("intel_pstate", False), ("amd-pstate-epp", False), ("intel_cpufreq", True), ("amd-pstate", True), ("cppc_cpufreq", True)],
+)
+def test_the_governor_powersave_is_slow_only_if_it_keeps_the_lowest_clock(driver, found):
+    assert ("slow_governor" in findings(governor="powersave", clock_driver=driver)) is found
+
+
+def test_a_compiler_that_cxx_names_and_does_not_exist_is_named():
+    evidence = findings(compiler="", **variables(CXX="ccache g++"))["compiler_missing"].evidence
+    assert evidence == "CXX=ccache g++ is not a program, and torch.compile takes it as one path"
+
+
+def test_the_next_step_for_a_missing_triton_names_each_package_that_contains_it():
+    remedy = BY_ID["log_triton_missing"].remedy
+    assert set(TRITON_PACKAGES) == {"triton", "triton-rocm", "pytorch-triton-rocm"}
+    assert all(re.search(rf"(?<![\w-]){name}(?![\w-])", remedy) for name in TRITON_PACKAGES)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in rules() if rule.per_device], ids=lambda rule: rule.id)
@@ -350,7 +455,12 @@ def test_system_files_are_read_below_the_root(tmp_path):
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{6 << 30}\n")
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    clock = tmp_path / "sys/devices/system/cpu/cpu0/cpufreq"
+    clock.mkdir(parents=True)
+    (clock / "scaling_governor").write_text("powersave\n")
+    (clock / "scaling_driver").write_text("intel_pstate\n")
     state = read_state(tmp_path)
+    assert (state.governor, state.clock_driver) == ("powersave", "intel_pstate")
     assert (state.numa_balancing, state.kernel_command, state.memory_limit_gib, state.infiniband) == (
         True,
         "quiet iommu=pt",
@@ -358,6 +468,95 @@ def test_system_files_are_read_below_the_root(tmp_path):
         True,
     )
     assert read_state(tmp_path / "absent").memory_limit_gib == INF
+
+
+def test_the_file_system_of_a_cache_is_that_of_its_real_folder(tmp_path, monkeypatch):
+    (tmp_path / "gpfs/u").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "gpfs/u")
+    kinds = {"/": "ext4", f"{tmp_path}/gpfs": "gpfs", f"{tmp_path}/nfs": "nfs4", f"{tmp_path}/nfs/local": "xfs"}
+    mounts = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in kinds.items()]
+    (tmp_path / "nfs/local").mkdir(parents=True)
+    monkeypatch.setattr("hyperion.doctor.state.psutil.disk_partitions", lambda all: mounts)
+    monkeypatch.setattr("hyperion.doctor.state.home_folder", lambda: tmp_path / "home")
+    given = {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/nfs/not/yet", "TRITON_CACHE_DIR": f"{tmp_path}/nfs/local/triton"}
+    state = read_state(variables=given)
+    found = {name: state.file_systems[name] for name in (*given, "HF_HOME", "MIOPEN_USER_DB_PATH")}
+    assert list(found.values()) == ["nfs4", "xfs", "gpfs", "gpfs"]
+    assert "TORCHINDUCTOR_CACHE_DIR (nfs4)" in BY_ID["cache_on_network"].apply(state).evidence
+    local = {one.name: one.value for one in machine_settings(state)}
+    assert local["TORCHINDUCTOR_CACHE_DIR"].startswith(tempfile.gettempdir()) and "TRITON_CACHE_DIR" not in local
+    assert "TORCHINDUCTOR_CACHE_DIR" not in read_state(variables={}).file_systems  # its default is a temporary folder
+
+
+def test_a_folder_without_execution_is_found(tmp_path, monkeypatch):
+    statvfs = os.statvfs
+
+    def without_execution(place):
+        facts = statvfs(place)
+        flags = facts.f_flag | os.ST_NOEXEC if Path(place) == tmp_path else facts.f_flag & ~os.ST_NOEXEC
+        return SimpleNamespace(**{name: getattr(facts, name) for name in dir(facts) if name.startswith("f_")} | {"f_flag": flags})
+
+    monkeypatch.setattr("hyperion.doctor.state.os.statvfs", without_execution)
+    assert read_state().noexec == ()
+    monkeypatch.setattr("hyperion.doctor.state.home_folder", lambda: tmp_path / "not/yet")
+    assert read_state().noexec == (str(tmp_path),)
+
+
+def test_device_files_that_this_user_may_not_open_are_found(tmp_path, monkeypatch):
+    (tmp_path / "dev/dri").mkdir(parents=True)
+    for name in ("card0", "renderD128", "renderD129"):
+        (tmp_path / "dev/dri" / name).write_text("")
+    access = os.access
+    monkeypatch.setattr("os.access", lambda file, *mode, **how: "D129" not in str(file) and access(file, *mode, **how))
+    assert read_state(tmp_path).denied_render == (f"{tmp_path}/dev/dri/renderD129",)
+
+
+def test_packages_and_libraries_of_other_places_are_found(tmp_path, monkeypatch):
+    for name in ("cuda/libnccl.so.2", "rocm/libamdhip64.so", "plain/libplain.so"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("")
+    builds = {"onnxruntime": ["onnxruntime-gpu", "onnxruntime", "onnxruntime"], "onnx": ["onnx"]}
+    monkeypatch.setattr("hyperion.doctor.state.packages_distributions", lambda: builds)
+    monkeypatch.setattr("hyperion.doctor.state.site.getusersitepackages", lambda: str(tmp_path))
+    monkeypatch.setattr("hyperion.doctor.state.site.ENABLE_USER_SITE", True)
+    state = read_state(variables={"LD_LIBRARY_PATH": f"{tmp_path}/cuda::{tmp_path}/plain:{tmp_path}/rocm:{tmp_path}/absent"})
+    assert state.library_shadows == (f"{tmp_path}/cuda", f"{tmp_path}/rocm")
+    assert state.onnx_builds == ("onnxruntime", "onnxruntime-gpu") and state.user_site
+    monkeypatch.setattr("hyperion.doctor.state.site.ENABLE_USER_SITE", False)
+    assert not read_state().user_site
+
+
+def test_damaged_data_are_found_by_their_sizes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path))
+    for name in ("whole", "short", "lacking", "unreadable", "without"):
+        folder = tmp_path / "processed" / name
+        folder.mkdir(parents=True)
+        (folder / "train.npy").write_bytes(b"12345678")
+        if name != "without":
+            write_manifest(folder, name=name, source="synthetic", detail="")
+    assert read_state().damaged_data == ()
+    (tmp_path / "processed/short/train.npy").write_bytes(b"1234")
+    (tmp_path / "processed/lacking/train.npy").unlink()
+    (tmp_path / "processed/unreadable/manifest.json").write_text("{")
+    unreadable, *files = sorted(read_state().damaged_data, key=lambda entry: not entry.startswith("unreadable"))
+    assert unreadable.startswith("unreadable: ") and sorted(files) == ["lacking/train.npy", "short/train.npy"]
+
+
+def test_the_compiler_is_found_if_and_only_if_torch_finds_it(tmp_path, monkeypatch):
+    from torch._inductor.cpp_builder import cpp_compiler_search
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    for name in ("clang++", "ccache"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {}
+    for cxx in ("g++", "clang++", f"{tmp_path}/clang++", "ccache clang++", f"{tmp_path}/g++"):
+        given = {} if cxx == "g++" else {"CXX": cxx}
+        found[cxx] = bool(read_state(variables=given).compiler)
+        with nullcontext() if found[cxx] else pytest.raises(InvalidCxxCompiler):
+            assert cpp_compiler_search((cxx,)) == cxx
+    assert list(found.values()) == [False, True, True, False, False]
 
 
 def test_settings_of_start_up_files_and_absent_folders_are_read(tmp_path):
@@ -452,6 +651,7 @@ def test_preflight_of_a_node_that_has_everything(workload):
         ({"build": None}, "PyTorch", "unknown", "skip"),
         ({"memory_gib": 16}, "host memory", "16.8 GiB", "fail"),
         ({"memory_limit_gib": 8.0}, "host memory", "8 GiB", "fail"),
+        ({"disks": {"/results": (20_000.4, 0.9)}}, "disk of the results", "20000 GB", "ok"),
         ({"disks": {"/results": (40, 0.9)}}, "disk of the results", "40 GB", "fail"),
         ({"shm_gib": 0.0625}, "/dev/shm", "0.0625 GiB", "fail"),
         ({"shm_gib": None}, "/dev/shm", "unknown", "skip"),
@@ -489,6 +689,19 @@ def test_preflight_of_a_node_that_has_everything(workload):
 def test_preflight_names_what_was_found_and_what_is_needed(change, what, found, result):
     need = next(need for need in check_preflight("megatron", replace(HEALTHY, **change), lambda name: "1.0") if need.what == what)
     assert (need.found, need.result) == (found, result) and bool(need.remedy) == (result in ("fail", "warn")) and need.needed
+
+
+def test_preflight_writes_no_number_with_an_exponent():
+    for limit, text in ((65536, "65536"), (1024, "1024"), (INF, "unlimited")):
+        needs = check_preflight("serving", replace(HEALTHY, open_files=limit), lambda name: "1.0")
+        assert [(need.found, need.needed) for need in needs if need.what == "open files"] == [(text, "4096")]
+
+
+@pytest.mark.parametrize(("driver", "named"), [("550.90", True), ("470.57", False)])
+def test_preflight_names_the_advice_about_builds_only_if_it_has_one(driver, named):
+    state = replace(HEALTHY, **H200 | {"kernel": KernelFacts(nvidia_driver=driver)})
+    remedy = next(need.remedy for need in check_preflight("training", state, lambda name: "1.0") if need.what == "NVIDIA driver")
+    assert ("hyperion env --install" in remedy) is named is bool(advise(state.kernel)[0].command)
 
 
 def test_the_least_versions_are_those_of_the_project():

@@ -12,8 +12,8 @@ import torch
 from hyperion.install import __main__ as command
 from hyperion.install import environment
 from hyperion.install.advice import advise, least_nvidia_driver, support_of, training_images
-from hyperion.install.machine import AMD, KernelFacts, collect_facts
-from hyperion.install.plan import CPU_INDEX, ROCM_INDEX, TORCH, Choice
+from hyperion.install.machine import AMD, KernelFacts, collect_facts, decide
+from hyperion.install.plan import CPU_INDEX, CUDA_INDEX, ROCM_INDEX, TORCH, Choice, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +35,7 @@ def verdicts(facts: KernelFacts) -> dict[str, str]:
         ("gfx906", "deprecated", True),
         ("gfx900", "unsupported", True),
         ("gfx1101", "unknown", True),
+        ("gfx1103", "unknown", True),
         ("gfx803", "unknown", False),
         ("gfx9999", "unknown", False),
     ],
@@ -47,7 +48,7 @@ def test_support_has_a_level_and_a_dated_source_or_is_unknown(arch, level, wheel
 
 def test_every_statement_of_the_table_has_a_source_and_a_date():
     tables = tomllib.loads((ROOT / "hyperion/install/support.toml").read_text())
-    entries = (*tables["amd"], tables["cuda"], *tables["image"])
+    entries = (*tables["amd"], tables["cuda"], *tables["cuda_wheel"], *tables["image"])
     assert all(entry["source"] and entry["date"].startswith("20") for entry in entries)
 
 
@@ -67,6 +68,22 @@ def test_an_architecture_without_a_statement_is_unknown_and_never_recommended():
     assert verdicts(amd("gfx803")) == {"wheel": "impossible", "container": "unknown", "conda": "unknown", "native": "unknown"}
 
 
+def test_the_gpu_of_a_processor_without_code_in_the_wheel_is_ignored_if_another_gpu_is_usable():
+    facts = amd("gfx90a", "gfx1036")
+    wheel = advise(facts)[0]
+    assert wheel.verdict == "recommended" and wheel.command == advise(amd("gfx90a"))[0].command
+    assert wheel.why.count("gfx1036") == 1 and "ignored, because the wheels have no code for it: gfx1036" in wheel.why
+    assert verdicts(facts) == verdicts(amd("gfx90a")) and choose(decide(facts)) == Choice("rocm", (7, 2))
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1036"])
+def test_the_advice_for_gpus_of_both_vendors_is_for_the_one_that_the_set_up_takes(arch):
+    facts = replace(amd(arch), nvidia_driver="580.159.04")
+    wheel = advise(facts)[0]
+    assert (decide(facts).kind, wheel.verdict) == ("cuda", "recommended") and "--index-url" not in wheel.command
+    assert ("TORCH=rocm chooses it" in wheel.why) == (arch == "gfx1100")
+
+
 def test_a_rocm_older_than_every_wheel_leaves_the_container():
     assert (
         verdicts(amd("gfx90a", rocm=(5, 7)))["wheel"] == "impossible"
@@ -84,14 +101,24 @@ def test_a_gpu_that_cannot_be_opened_stops_every_way_with_the_remedy():
     ("driver", "verdict", "text"),
     [
         ("580.159.04", "recommended", "CUDA 13.x"),
-        ("575.57", "unknown", "CUDA 12.x"),
+        ("575.57", "possible", "CUDA 12.x"),
+        ("525.60", "possible", "not Blackwell"),
         ("470.82", "impossible", "older than 525"),
         ("", "unknown", "unknown"),
     ],
 )
 def test_nvidia_drivers(driver, verdict, text):
     wheel = advise(KernelFacts(nvidia_driver=driver))[0]
-    assert wheel.verdict == verdict and text in wheel.why and bool(wheel.command) == (verdict == "recommended")
+    assert wheel.verdict == verdict and text in wheel.why
+    assert bool(wheel.command) == (verdict in ("recommended", "possible"))
+    assert wheel.command.endswith(f" --index-url {CUDA_INDEX.format(major=12, minor=6)}") == (verdict == "possible")
+
+
+def test_a_release_that_the_table_does_not_list_is_unknown_and_the_index_is_named(monkeypatch):
+    monkeypatch.setattr("hyperion.install.advice.TORCH", "2.99.0")
+    wheel = advise(KernelFacts(nvidia_driver="550.90"))[0]
+    assert (wheel.verdict, wheel.command) == ("unknown", "")
+    assert CUDA_INDEX.format(major=12, minor=6) in wheel.why and "torch 2.99.0 is unknown" in wheel.why
 
 
 def test_the_training_image_of_amd_is_described_for_its_gpus_only():
