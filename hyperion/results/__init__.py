@@ -14,6 +14,7 @@ from hyperion.results.statistics import (
     independent_ratio_estimate,
     mean_estimate,
     median_estimate,
+    nearest_rank,
     proportion_estimate,
     ratio_estimate,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "median_estimate",
     "metric_named",
     "must_remeasure",
+    "nearest_rank",
     "new_run_folder",
     "proportion_estimate",
     "ratio_estimate",

@@ -128,6 +128,22 @@ def order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float
     return float(ordered[place]), float(ordered[n - 1 - place])
 
 
+def nearest_rank(samples: ArrayLike, share: float) -> float:
+    """Return a percentile by the nearest-rank method.
+
+    The result is the smallest sample v for which at least the given share of the samples are less than or equal to v. It is never
+    interpolated, so samples may be infinite, such as the latency of a failed request. If a sample is NaN, the result is NaN.
+
+    Args:
+        samples: 1-D sequence of numbers in any unit, not empty.
+        share: the percentile as a share, such as 0.99.
+    """
+    values = np.sort(np.asarray(samples, dtype=np.float64))
+    # Rounded, because share · n may lie just above a whole number, such as 0.07 · 100.
+    rank = max(1, math.ceil(round(share * len(values), 9)))
+    return math.nan if np.isnan(values[-1]) else float(values[rank - 1])  # NaN is sorted to the end
+
+
 def ratio_estimate(times_a: ArrayLike, times_b: ArrayLike, seed: int = 0) -> Estimate:
     """Return the speed-up of A over B, median(times_b) / median(times_a), for samples that were taken alternately.
 

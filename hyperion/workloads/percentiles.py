@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hyperion.errors import HyperionError
-from hyperion.results import Estimate
+from hyperion.results import Estimate, nearest_rank
 
 CONFIDENCE = 0.95
 
@@ -32,7 +32,7 @@ def samples_needed(share: float) -> int:
 
 
 def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
-    """Return a percentile with its 95 % confidence interval.
+    """Return a percentile by the nearest-rank method, with its 95 % confidence interval.
 
     Args:
         samples: latencies of all requests. The latency of a request that failed or timed out is infinite, because its caller
@@ -51,6 +51,6 @@ def percentile(samples: Sequence[float] | np.ndarray, share: float) -> Estimate:
             where="percentile",
             next_step=f"take {needed} samples",
         )
-    value = float(np.quantile(samples, share, method="higher"))  # no interpolation, because a failed request is infinite
+    value = nearest_rank(samples, share)
     interval = stats.quantile_test(samples, p=share).confidence_interval(CONFIDENCE)
     return Estimate(value, min(value, float(interval.low)), max(value, float(interval.high)), n)

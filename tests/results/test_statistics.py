@@ -1,5 +1,7 @@
 """Statistics against published or computable values."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from hyperion.results import (
     independent_ratio_estimate,
     mean_estimate,
     median_estimate,
+    nearest_rank,
     proportion_estimate,
     ratio_estimate,
 )
@@ -35,6 +38,29 @@ def test_the_interval_of_few_samples_covers_the_median_as_often_as_it_says(n):
     assert np.mean([one.ci_low <= 1 <= one.ci_high for one in found]) >= 0.935  # 0.95 less two standard errors
     few = median_estimate([3.0, 1.0, 2.0])
     assert (few.value, few.ci_low, few.ci_high) == (2.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "share", "expected"),
+    [
+        (range(1, 101), 0.5, 50),
+        (range(1, 101), 0.95, 95),
+        (range(1, 101), 0.99, 99),
+        (range(1, 101), 0.07, 7),
+        (range(1, 101), 1.0, 100),
+        (range(100, 0, -1), 0.95, 95),
+        (range(1, 21), 0.95, 19),
+        ([3.0], 0.99, 3),
+        ([1.0] * 98 + [math.inf] * 2, 0.98, 1),
+        ([1.0] * 98 + [math.inf] * 2, 0.99, math.inf),
+    ],
+)
+def test_a_nearest_rank_is_the_smallest_sample_with_the_share_at_or_below_it(samples, share, expected):
+    assert nearest_rank(samples, share) == expected
+
+
+def test_a_nearest_rank_of_nan_is_nan():
+    assert math.isnan(nearest_rank([1.0, 2.0, math.nan], 0.5))
 
 
 def test_the_ratio_interval_covers_the_ratio_and_cancels_shared_drift():

@@ -30,6 +30,10 @@ def test_intervals_contain_the_true_percentile_in_at_least_95_percent_of_experim
     assert found < 1000, "an interval that always contains the truth is too wide"
 
 
+def test_a_percentile_is_the_smallest_sample_with_the_share_at_or_below_it():
+    assert percentile(range(1, 401), 0.99).value == 396 and percentile(range(1, 101), 0.95).value == 95
+
+
 def test_failed_requests_count_as_infinite():
     seconds, ok = np.full(1000, 0.01), np.arange(1000) >= 20
     assert percentile(np.where(ok, seconds, math.inf), 0.99).value == math.inf

@@ -12,6 +12,7 @@ from pathlib import Path
 from hyperion.chapter.context import Table
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+UNAVAILABLE = "unavailable: "  # begins the reason of a row whose backend lacks a package
 # The front and the client need these packages for every backend.
 _COMMON = ("httpx", "starlette", "uvicorn")
 
@@ -34,6 +35,11 @@ class ServerSizes(Table):
     batch_tokens: int
     max_tokens: int = 1024
     start_timeout_s: float = 120.0
+
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens in the KV cache."""
+        return self.blocks * self.block_tokens
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Backend:
         missing = [name for name in (*_COMMON, *self.packages) if not is_installed(name)]
         if not missing:
             return ""
-        return f"unavailable: {', '.join(missing)} not installed; next step: install {' '.join(missing)}"
+        return f"{UNAVAILABLE}{', '.join(missing)} not installed; next step: install {' '.join(missing)}"
 
 
 def _transformers_options(folder: Path, port: int, dtype: str, device: str, sizes: ServerSizes) -> list[str]:

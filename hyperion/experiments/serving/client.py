@@ -1,4 +1,4 @@
-"""Load client: sends streamed completion requests, times the tokens of the answers, and computes percentiles over valid runs.
+"""Load client: sends streamed completion requests, times the tokens of the answers, and tells valid runs from invalid ones.
 
 In a *closed loop*, a fixed number of users send requests. Each user sends its next request when its previous one is answered. So
 a slow server gets fewer requests. In an *open loop*, requests arrive at times that do not depend on the server. Their latency is
@@ -88,6 +88,10 @@ class Endpoint:
         """Return a copy of this endpoint with a deadline: all requests together must end within `seconds` from now."""
         return replace(self, until_s=time.perf_counter() + seconds)
 
+    def limit_s(self) -> float:
+        """Return how long a request that starts now may take, in seconds."""
+        return max(0.0, min(self.deadline_s, self.until_s - time.perf_counter()))
+
     def session(self) -> "httpx.AsyncClient":
         """Return a new httpx.AsyncClient for this endpoint."""
         import httpx  # imported here, so that rows of another machine can be shown if httpx is not installed
@@ -132,7 +136,7 @@ async def complete(
     times: list[float] = []
     pieces: list[str] = []
     status, counted, finished, error = 0, 0, False, ""
-    limit_s = max(0.0, min(endpoint.deadline_s, endpoint.until_s - time.perf_counter()))
+    limit_s = endpoint.limit_s()
     try:
         async with (
             asyncio.timeout(limit_s),
@@ -247,19 +251,10 @@ def why_invalid(replies: Sequence[Reply], requests: int) -> str:
     return f"invalid: {len(replies) - len(failed)} of {requests} requests succeeded{example}"
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by the nearest-rank method.
-
-    The result is the smallest value v for which at least `percent` % of the values are less than or equal to v.
-    """
-    return float(np.quantile(np.asarray(values, dtype=float), percent / 100, method="inverted_cdf"))
-
-
-def throughput(replies: Sequence[Reply]) -> tuple[float, float, float]:
-    """Return (requests/s, output tokens/s, mean number of requests in the system) of a run.
+def throughput(replies: Sequence[Reply]) -> tuple[float, float]:
+    """Return (requests/s, output tokens/s) of a run.
 
     The run starts when its first request is due and ends when its last request ends.
     """
     span_s = max(reply.end_s for reply in replies) - min(reply.due_s for reply in replies)
-    busy_s = sum(reply.request_time_s for reply in replies)
-    return len(replies) / span_s, sum(reply.tokens for reply in replies) / span_s, busy_s / span_s
+    return len(replies) / span_s, sum(reply.tokens for reply in replies) / span_s

@@ -2,17 +2,23 @@
 
 `transformers serve` has no keys and no limits. The front adds them, and forwards all other requests unchanged:
 
-    401  no key, or a wrong key                    413  a body that is too large
+    401  no key, or a wrong key                    413  a body that is too large, or too many tokens for the KV cache
     400  a body that is not a JSON object          503  too many requests at once, with Retry-After
-    502  the backend does not answer
+    408  a body that does not arrive in time       502  the backend does not answer
+
+A request whose prompt and answer do not fit into the KV cache must not reach `transformers serve`: it ends the generation for all
+requests, and the server has to be restarted. The front has no tokenizer, so it counts each byte of a prompt as a token. This
+refuses some prompts that would fit.
 
 After SIGTERM, the front accepts no new connections, finishes the running answers, ends the backend, and exits with code 0. If a
-client disconnects, the front closes its connection to the backend, so that the backend stops generating.
+client disconnects, the front closes its connection to the backend, so that the backend stops generating. This also applies to a
+client that waits for a whole answer (`"stream": false`).
 
 This module is also the program of the front. The launcher passes the key in the environment variable named by `KEY`, because
 command lines are visible to all users.
 """
 
+import asyncio
 import contextlib
 import hmac
 import json
@@ -20,9 +26,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
@@ -33,15 +39,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from hyperion.errors import not_none
 from hyperion.experiments.serving.tether import tethered_command
 from hyperion.processes.child_process import die_with, do_not_outlive
 
 KEY = "HYPERION_SERVING_KEY"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _DONE = b"data: [DONE]"
-# The front gives up an answer if the backend sends nothing for SILENCE_S seconds. The backend has END_S seconds to exit.
-SILENCE_S, END_S = 120.0, 5.0
+# The front gives up an answer if the backend sends nothing for SILENCE_S seconds. The backend has END_S seconds to exit. A body
+# must arrive within BODY_S seconds, because its request already occupies a place.
+SILENCE_S, END_S, BODY_S = 120.0, 5.0, 10.0
+DEFAULT_TOKENS = 1024  # length of an answer in `transformers serve` if the request does not state it
+
+Answer = TypeVar("Answer")
 
 
 class Forward:
@@ -52,9 +61,11 @@ class Forward:
         key: the key that clients must send as `Authorization: Bearer <key>`.
         max_requests: largest number of requests that are forwarded at once. Further requests get the status 503.
         max_body_bytes: largest size of a request body.
+        max_tokens: largest number of tokens in a prompt and its answer together: the number of tokens in the KV cache.
+        body_s: time in seconds in which a body must arrive.
     """
 
-    def __init__(self, backend: str, key: str, max_requests: int, max_body_bytes: int):
+    def __init__(self, backend: str, key: str, max_requests: int, max_body_bytes: int, max_tokens: int, body_s: float = BODY_S):
         self.client = httpx.AsyncClient(
             base_url=backend,
             timeout=httpx.Timeout(SILENCE_S, connect=5.0),
@@ -63,6 +74,7 @@ class Forward:
             trust_env=False,
         )
         self.key, self.max_requests, self.max_body_bytes = key, max_requests, max_body_bytes
+        self.max_tokens, self.body_s = max_tokens, body_s
         self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,10 +88,12 @@ class Forward:
         try:
             with contextlib.suppress(ClientDisconnect):
                 body = await self._body(request)
-                if refusal := _refuse_body(body):
+                if isinstance(body, Response):
+                    await body(scope, receive, send)
+                elif refusal := _refuse_body(body, self.max_tokens):
                     await refusal(scope, receive, send)
                 else:
-                    await self._forward(not_none(body), place, request, scope, receive, send)
+                    await self._forward(body, place, request, scope, receive, send)
         finally:
             place.leave()
 
@@ -102,25 +116,41 @@ class Forward:
             return _refusal(503, f"{self.active} requests are running; try again later", {"Retry-After": "1"})
         return None
 
-    async def _body(self, request: Request) -> bytes | None:
-        """Return the body, or None if it is too large. Bytes are counted, because clients may send no length or a wrong one."""
+    async def _body(self, request: Request) -> bytes | Response:
+        """Return the body, or the response that refuses it because it is too large or does not arrive in time.
+
+        Bytes are counted, because clients may send no length or a wrong one.
+        """
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.max_body_bytes:
-                return None
+        try:
+            async with asyncio.timeout(self.body_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self.max_body_bytes:
+                        return _refusal(413, "the body is too large")
+        except TimeoutError:
+            return _refusal(408, f"the body did not arrive within {self.body_s:g} s", {"Connection": "close"})
         return bytes(body)
 
     async def _forward(self, body: bytes, place: "_Place", request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"Content-Type": "application/json"}
+        forwarded = self.client.build_request("POST", request.url.path, content=body, headers=headers)
         try:
-            async with self.client.stream("POST", request.url.path, content=body, headers=headers) as answer:
-                content = _until_done(answer.aiter_raw(), place)
-                response = StreamingResponse(content, answer.status_code, media_type=answer.headers.get("content-type"))
-                # Returns early if the client disconnects. Leaving the `with` block then closes the connection to the backend.
-                await response(scope, receive, send)
-        except httpx.ConnectError as error:
-            await _refusal(502, f"the backend does not answer: {error}")(scope, receive, send)
+            # A backend may send its headers only when the whole answer is computed.
+            answer = await _unless_disconnected(self.client.send(forwarded, stream=True), receive)
+        except httpx.TransportError as error:
+            message = f"the backend does not answer: {type(error).__name__}: {error}"
+            await _refusal(502, message)(scope, receive, send)
+            return
+        if answer is None:
+            return
+        try:
+            content = _until_done(answer.aiter_raw(), place)
+            response = StreamingResponse(content, answer.status_code, media_type=answer.headers.get("content-type"))
+            # Returns early if the client disconnects.
+            await response(scope, receive, send)
+        finally:
+            await answer.aclose()  # closes the connection to the backend if the answer is not complete
 
 
 class _Place:
@@ -134,6 +164,21 @@ class _Place:
         if self._front is not None:
             self._front.active -= 1
             self._front = None
+
+
+async def _unless_disconnected(work: Coroutine[Any, Any, Answer], receive: Receive) -> Answer | None:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
+
+    The body of the request must have been read, so that the next message of the client is its disconnection.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _until_done(chunks: AsyncIterator[bytes], place: _Place) -> AsyncIterator[bytes]:
@@ -156,15 +201,35 @@ def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -
     return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
 
 
-def _refuse_body(body: bytes | None) -> Response | None:
-    """Return the response that refuses a body that is too large (None) or not a JSON object. Return None for a valid body."""
-    if body is None:
-        return _refusal(413, "the body is too large")
+def _refuse_body(body: bytes, max_tokens: int) -> Response | None:
+    """Return the response that refuses a body that is not a JSON object or may need more tokens, or None for a valid body."""
     try:
-        is_object = isinstance(json.loads(body), dict)
+        content = json.loads(body)
     except (ValueError, RecursionError):
-        is_object = False
-    return None if is_object else _refusal(400, "the body is no JSON object")
+        content = None
+    if not isinstance(content, dict):
+        return _refusal(400, "the body is no JSON object")
+    try:
+        tokens = _most_tokens(content)
+    except (TypeError, ValueError, OverflowError):
+        return _refusal(400, "the number of tokens in the answer is not stated as a number")
+    if tokens > max_tokens:
+        return _refusal(413, f"the prompt and its answer may need {tokens} tokens, and the cache has {max_tokens}")
+    return None
+
+
+def _most_tokens(content: dict) -> int:
+    """Return an upper bound on the number of tokens in a prompt and its answer. Each byte of a text counts as a token.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the length of the answer is no number, or only part of `generation_config`.
+    """
+    text = content.get("prompt") or content.get("messages") or ""
+    prompt = len((text if isinstance(text, str) else json.dumps(text)).encode(errors="surrogatepass"))
+    stated = [content[name] for name in ("max_tokens", "max_completion_tokens") if content.get(name) is not None]
+    if not stated and content.get("generation_config") is not None:
+        raise ValueError
+    return prompt + max((int(value) for value in stated), default=DEFAULT_TOKENS)
 
 
 def application(forward: Forward) -> Starlette:
@@ -206,6 +271,7 @@ def main(
     state: Annotated[Path, typer.Option(help="JSON file with the port and the process of the backend")],
     max_requests: Annotated[int, typer.Option()],
     max_body_bytes: Annotated[int, typer.Option()],
+    max_tokens: Annotated[int, typer.Option(help="number of tokens in the KV cache")],
     drain_timeout_s: Annotated[float, typer.Option()],
     backend_port: Annotated[int, typer.Option()],
     module: Annotated[str, typer.Option(help="module of the backend")],
@@ -222,7 +288,7 @@ def main(
             partial = state.with_suffix(".part")
             partial.write_text(json.dumps(addresses), encoding="utf-8")
             partial.replace(state)  # the launcher sees the complete file or none
-            forward = Forward(f"http://127.0.0.1:{backend_port}", key, max_requests, max_body_bytes)
+            forward = Forward(f"http://127.0.0.1:{backend_port}", key, max_requests, max_body_bytes, max_tokens)
             serve_until_signal(application(forward), listener, drain_timeout_s)
     finally:
         backend.terminate()

@@ -70,8 +70,15 @@ class Server:
         return total
 
     def backend_cpu_s(self) -> float:
-        """Return the CPU time of the backend, in seconds."""
-        times = psutil.Process(self.backend_pid).cpu_times()
+        """Return the CPU time of the backend, in seconds.
+
+        Raises:
+            ServerError: the backend has ended.
+        """
+        try:
+            times = psutil.Process(self.backend_pid).cpu_times()
+        except psutil.Error as error:
+            raise ServerError("the backend has ended", where=self.log, next_step="read the log") from error
         return times.user + times.system
 
     def log_text(self) -> str:
@@ -154,6 +161,8 @@ def start_server(backend: Backend, folder: Path, dtype: str, device: str, sizes:
         str(sizes.max_requests),
         "--max-body-bytes",
         str(MAX_BODY_BYTES),
+        "--max-tokens",
+        str(sizes.cache_tokens),
         "--drain-timeout-s",
         str(DRAIN_S),
     ]

@@ -4,6 +4,8 @@ A server batches unrelated requests and stores their keys and values in blocks. 
 The experiment compares greedy answers with those of `generate`. In fp32, every token must be equal. In bf16, two correct programs
 may choose different tokens at a position where the two largest logits differ by less than the rounding errors. All later tokens
 may then differ too, so the comparison ends at the first such position. The experiment also checks that answers overlap in time.
+
+A server sends texts and not tokens, so the texts of the tokens are compared. The rows count the tokens of these texts.
 """
 
 import asyncio
@@ -59,12 +61,14 @@ class Reference:
         pieces: texts of the answer, one for each token that completes a character.
         decided: number of pieces before the first position at which the two largest logits are too close.
         tokens: number of tokens in the answer.
+        decided_tokens: number of tokens before this position.
         error: largest difference, over all prompts, between the logits and the fp32 logits for the same tokens. 0 for fp32.
     """
 
     pieces: tuple[str, ...]
     decided: int
     tokens: int
+    decided_tokens: int
     error: float
 
 
@@ -141,7 +145,7 @@ def reference_answers(model: ServedModel, prompts: list[str], tokens: int, dtype
     error = max(errors, default=0.0)
     decided = [first_undecided(some, 2 * error) for some in gaps] or [len(answer) for answer in answers]
     return [
-        Reference(pieces_of(model.folder, answer), len(pieces_of(model.folder, answer[:most])), len(answer), error)
+        Reference(pieces_of(model.folder, answer), len(pieces_of(model.folder, answer[:most])), len(answer), most, error)
         for answer, most in zip(answers, decided, strict=True)
     ]
 
@@ -185,11 +189,11 @@ def _compare(
     by_prompt = dict(zip((reply.prompt for reply in replies), replies, strict=True))
     pairs = [(by_prompt[prompt].pieces, reference) for prompt, reference in zip(prompts, references, strict=True)]
     differing = sum(differing_pieces(*pair) for pair in pairs)
-    decided, whole = sum(reference.decided for reference in references), sum(len(reference.pieces) for reference in references)
+    decided, whole = sum(reference.decided_tokens for reference in references), sum(reference.tokens for reference in references)
     identity = {"dtype": dtype, "data_source": model.source}
     rows = [
         replace(overlap, data_source=model.source),
-        context.row(backend.name, "count", decided, params=params, **identity, **checked("tokens that differ", differing, 0)),
+        context.row(backend.name, "count", decided, params=params, **identity, **checked("texts that differ", differing, 0)),
         context.row(backend.name, "start_time_s", server.start_s, params={"model": options.model}, **identity),
     ]
     if dtype != "fp32":

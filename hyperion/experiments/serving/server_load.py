@@ -1,40 +1,31 @@
 """How fast is a server for one user, for several users, and for requests that arrive at random times?
 
-Percentiles are computed for each run. The interval of a percentile is a bootstrap over runs, because the requests of one run are
-not independent: they wait for each other. A run counts only if all its requests succeeded.
+Percentiles are computed for each run. A row states the median over runs, with the interval of this median between two of the
+sorted runs. The requests of one run give no interval, because they are not independent: they wait for each other. A run counts
+only if all its requests succeeded.
 """
 
 import itertools
 import statistics
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
 from hyperion.chapter.rows import checked
 from hyperion.experiments.serving.backends import BACKENDS, ServerSizes
-from hyperion.experiments.serving.client import (
-    Endpoint,
-    Reply,
-    closed_loop,
-    in_event_loop,
-    open_loop,
-    percentile,
-    throughput,
-    why_invalid,
-)
+from hyperion.experiments.serving.client import Endpoint, Reply, closed_loop, in_event_loop, open_loop, throughput, why_invalid
 from hyperion.experiments.serving.kv_cache_memory import decoding_limit
 from hyperion.experiments.serving.metrics import NOT_OBSERVED
 from hyperion.experiments.serving.served_models import DATA, ServedModel, prompts_of, served_model
 from hyperion.experiments.serving.server import Server, ServerError, running_server
 from hyperion.experiments.serving.server_answers import why_not_batched
-from hyperion.results import Row, median_estimate
+from hyperion.results import Row, median_estimate, nearest_rank
 
 LATENCIES = ("ttft_s", "tpot_s", "request_time_s")
 RATES = ("output_tokens_per_s", "requests_per_s")
 PERCENTILES = (50, 95, 99)
-IN_SYSTEM = "mean number of requests in the system over users"
 OPEN = "open"
 _FEW = 0.05  # fraction of the answers whose tokens may arrive together
 _NO_LIMIT = {
@@ -69,7 +60,7 @@ class ServerLoadOptions(Options):
         levels: the closed loops, at least one.
         open_load: arrival rate of the open loop, as a share of the requests/s of the last closed loop.
         open_requests: number of requests in a run of the open loop.
-        runs: number of runs of each loop.
+        runs: number of runs of each loop. With fewer than 6 runs, not even their range contains the median with 95 %.
         run_limit_s: time in seconds after which the unfinished requests of a run count as failed.
     """
 
@@ -228,11 +219,14 @@ def _loops(
         loops.append(Measured(_params(options, level), level.requests, runs))
     if loops[-1].reason:
         return loops
+    # Requests that are due while `max_requests` are running wait in the client, because the front would refuse them. Their
+    # latency includes this time.
+    most_open = options.server.max_requests
     rate = options.open_load * statistics.median(throughput(run)[0] for run in loops[-1].runs)
     runs = all_runs(
         f"{rate:.3g} requests/s",
         options.open_requests,
-        lambda endpoint, prompts, seed: open_loop(endpoint, prompts, tokens, rate, seed),
+        lambda endpoint, prompts, seed: open_loop(replace(endpoint, connections=most_open), prompts, tokens, rate, seed),
     )
     return [*loops, Measured(_params(options, None), options.open_requests, runs)]
 
@@ -263,7 +257,7 @@ def _rows(
             if why:
                 rows.append(context.absent_row(name, metric, why, params=params, **identity))
                 continue
-            values = [percentile([getattr(reply, metric) for reply in run], percent) for run in measured.runs]
+            values = [nearest_rank([getattr(reply, metric) for reply in run], percent / 100) for run in measured.runs]
             columns = identity | check | {"params": params, "limit": limit, "limit_source": source}
             rows.append(context.row(name, metric, median_estimate(values), **columns))
     totals = [throughput(run) for run in measured.runs]
@@ -271,17 +265,6 @@ def _rows(
         estimate = median_estimate([total[place] for total in totals])
         columns = identity | check | {"params": measured.params, "limit_source": _NO_LIMIT[metric]}
         rows.append(context.row(name, metric, estimate, **columns))
-    if users := measured.params.get("users"):
-        # Little's law: the mean number of requests in the system is the arrival rate times the mean request time. In a closed
-        # loop, this is the number of users, except at the end of a run: a user without a further request waits for the last
-        # running request, at most as long as the longest request takes.
-        shares = [total[2] / users for total in totals]
-        spans_s = [len(run) / total[0] for run, total in zip(measured.runs, totals, strict=True)]
-        tails = [max(reply.request_time_s for reply in run) / span_s for run, span_s in zip(measured.runs, spans_s, strict=True)]
-        beyond = max(1 - share - tail for share, tail in zip(shares, tails, strict=True))
-        what = {"params": measured.params | {"what": IN_SYSTEM}}
-        law = checked("1 - share, beyond the longest request of a run", max(beyond, 0.0), 0)
-        rows.append(context.row(name, "share", sorted(shares)[len(shares) // 2], **identity, **what, **law))
     return rows
 
 

@@ -1,9 +1,9 @@
 """Does a server survive many requests, faulty clients, and SIGTERM?
 
 The server receives many requests in a row, requests of clients that disconnect, so many that their prompts occupy every block of
-the KV cache, requests that are malformed, too large or without
-the key, more requests than it accepts, and finally SIGTERM while it is answering. After a client that disconnects and after each
-invalid request, a normal request must still be answered.
+the KV cache, requests that are malformed, larger than a body or the KV cache may be, or without the key, more requests than it
+accepts, and finally SIGTERM while it is answering. After a client that disconnects and after each invalid request, a normal
+request must still be answered.
 
 Optionally, a second backend then answers the first part of these requests. Its memory growth and throughput are reported for
 comparison.
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     import httpx
 
 SOAK, HANG_UPS, OVERLOAD, DRAIN = "steady requests", "clients that hang up", "overload", "SIGTERM"
+LEFT = "CPU time of an answer whose client hung up, over that of a whole answer"
+BLOCKS = "long answers after hang-ups whose prompts occupied every block of the KV cache"
+REFUSED, FINISHED = "refused requests", "running answers that were finished"
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
 _SEGMENTS = 10  # a line is fitted to the median of each segment, because consecutive readings are not independent
 _WARM_SHARE = 0.2  # readings in this first share of the requests are not used, because caches still fill
@@ -63,8 +66,8 @@ class ServerSoakOptions(Options):
         hang_up_every: number of answered requests after which another client disconnects.
         long_tokens: number of tokens in the answers to clients that disconnect, during the overload, and during the drain.
         growth_bound_bytes: bound on the growth of the server's memory per request, for the upper end of the confidence interval.
-            The growth is not zero, because allocators and caches of Python still fill. The bound is several times the upper end
-            that was measured for a server without a known leak, and a small part of a leak that was found (see `sizes.toml`).
+            The growth is not zero, because allocators and caches of Python still fill. The bound is above the upper ends that
+            were measured for a server without a known leak, and a small part of a leak that was found (see `sizes.toml`).
         time_limit_s: time in seconds after which the unfinished requests of the soak test count as failed.
     """
 
@@ -130,12 +133,13 @@ def run(context: Context, report: Report) -> Result:
     replies, readings = _soak(context, options, server, prompts)
     rows = _soak_rows(context, options, replies, readings, options.growth_bound_bytes)
     report(1, steps, HANG_UPS)
-    rows += _rows_or_reason(context, options, HANG_UPS, lambda: [_hang_up_row(context, options, server, prompts)])
-    rows.append(_block_row(context, options, server, prompts[options.requests :]))
-    report(2, steps, "refused requests")
-    rows += _rows_or_reason(context, options, OVERLOAD, lambda: _refusal_rows(context, options, server, prompts))
+    rows += _rows_or_reason(context, options, HANG_UPS, LEFT, lambda: [_hang_up_row(context, options, server, prompts)])
+    later = prompts[options.requests :]
+    rows += _rows_or_reason(context, options, HANG_UPS, BLOCKS, lambda: [_block_row(context, options, server, later)])
+    report(2, steps, REFUSED)
+    rows += _rows_or_reason(context, options, OVERLOAD, REFUSED, lambda: _refusal_rows(context, options, server, prompts))
     report(3, steps, DRAIN)
-    rows += _rows_or_reason(context, options, DRAIN, lambda: _drain_rows(context, options, server, prompts))
+    rows += _rows_or_reason(context, options, DRAIN, FINISHED, lambda: _drain_rows(context, options, server, prompts))
     for place, other in enumerate(others):
         report(4 + place, steps, other.backend)
         try:
@@ -153,7 +157,9 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, options=ServerSoakOptions, data=DATA)
 
 
-def _rows_or_reason(context: Context, options: ServerSoakOptions, variant: str, measure: Callable[[], list[Row]]) -> list[Row]:
+def _rows_or_reason(
+    context: Context, options: ServerSoakOptions, variant: str, what: str, measure: Callable[[], list[Row]]
+) -> list[Row]:
     """Return the rows that `measure` returns or, if the server fails, a row with the reason. The rows before it are kept."""
     import httpx
 
@@ -161,7 +167,8 @@ def _rows_or_reason(context: Context, options: ServerSoakOptions, variant: str, 
         return measure()
     except (ServerError, TimeoutError, httpx.HTTPError) as error:
         reason = f"invalid: {error.what if isinstance(error, ServerError) else f'{type(error).__name__}: {error}'}"
-        return [context.absent_row(variant, "count", reason, dtype=options.dtype, params={"backend": options.backend})]
+        params = {"backend": options.backend, "what": what}
+        return [context.absent_row(variant, "count", reason, dtype=options.dtype, params=params)]
 
 
 def _tested(options: ServerSoakOptions) -> list[ServerSoakOptions]:
@@ -223,26 +230,39 @@ def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts:
     return replies, pd.DataFrame(readings)
 
 
-async def hang_up(session: "httpx.AsyncClient", endpoint: Endpoint, prompt: str, tokens: int) -> int:
-    """Start an answer, and close the connection after the first text. Return the number of texts that were read, 0 or 1.
+class RequestRefused(ServerError):
+    """Raised if the front refuses a request because it has no place for it."""
+
+
+async def hang_up(session: "httpx.AsyncClient", endpoint: Endpoint, prompt: str, tokens: int) -> None:
+    """Start an answer, and close the connection after the first text.
 
     Raises:
-        ServerError: the server closed the connection, or sent no text in time.
+        RequestRefused: the front has no place for the request, so the backend did not receive it.
+        ServerError: the server sent another status, an error or no text, closed the connection, or was too slow.
     """
     import httpx
 
+    kind, limit_s = ServerError, endpoint.limit_s()
     try:
         async with (
-            asyncio.timeout(endpoint.deadline_s),
+            asyncio.timeout(limit_s),
             session.stream("POST", "/v1/completions", json=endpoint.body(prompt, tokens)) as response,
         ):
+            kind = RequestRefused if response.status_code == 503 else ServerError
+            problem = f"status {response.status_code}" if response.status_code != 200 else "the answer ended"
             async for event in events_of(response.aiter_lines()):
+                if "error" in event:
+                    problem = f"the server reports {event['error']!r:.200}"
+                    break
                 if any(choice.get("text") for choice in event.get("choices", ())):
-                    return 1
-    except (TimeoutError, httpx.HTTPError) as error:
-        what = f"a client that hangs up received no text: {type(error).__name__}: {error}"
-        raise ServerError(what, where=endpoint.address, next_step="read the log of the server") from error
-    return 0
+                    return
+    except TimeoutError:
+        problem = f"nothing after {limit_s:.3g} s"
+    except (httpx.HTTPError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    what = f"a client that hangs up received no text: {problem}"
+    raise kind(what, where=endpoint.address, next_step="read the log of the server")
 
 
 def _soak_rows(
@@ -317,8 +337,7 @@ def _hang_up_row(context: Context, options: ServerSoakOptions, server: Server, p
         whole_s, left_s, reply = min(measured, key=lambda one: (bool(one[2].error), one[1] / max(one[0], _CLOCK_S)))
         if not reply.error and left_s <= _LEFT_SHARE * max(whole_s, _CLOCK_S):
             break
-    what = "CPU time of an answer whose client hung up, over that of a whole answer"
-    identity = {"dtype": options.dtype, "params": {"what": what, "tokens": options.long_tokens}}
+    identity = {"dtype": options.dtype, "params": {"what": LEFT, "tokens": options.long_tokens}}
     if reply.error:
         return context.absent_row(HANG_UPS, "share", f"invalid: a request failed: {reply.error}", **identity)
     share = left_s / max(whole_s, _CLOCK_S)
@@ -348,11 +367,12 @@ def _block_row(context: Context, options: ServerSoakOptions, server: Server, pro
             if started >= needed:
                 return
             try:
-                begun = await hang_up(session, server.endpoint, prompt, options.long_tokens)
+                await hang_up(session, server.endpoint, prompt, options.long_tokens)
+            except RequestRefused:
+                continue  # it occupied no block, so it does not count
             except ServerError:
                 return  # the server has no free block left
-            # A request that the front refuses has no text. It occupied no block, so it does not count.
-            started += begun
+            started += 1
 
     async def work() -> None:
         async with server.endpoint.session() as session:
@@ -361,8 +381,7 @@ def _block_row(context: Context, options: ServerSoakOptions, server: Server, pro
     in_event_loop(work)
     replies = _at_once(server, prompts[: options.users], options.long_tokens)
     failed = sum(bool(reply.error) for reply in replies)
-    what = "long answers after hang-ups whose prompts occupied every block of the KV cache"
-    params = {"what": what, "hang_ups": started, "blocks": options.server.blocks}
+    params = {"what": BLOCKS, "hang_ups": started, "blocks": options.server.blocks}
     check = checked("failed long answers, and missing hang-ups", failed + max(0, needed - started), 0)
     return context.row(HANG_UPS, "count", len(replies) - failed, dtype=options.dtype, params=params, **check)
 
@@ -387,6 +406,8 @@ def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, 
     cases: list[tuple[str, dict, int]] = [
         ("no JSON", {"content": b'{"prompt": "The'}, 400),
         ("too large", {"json": valid | {"prompt": "x" * MAX_BODY_BYTES}}, 413),
+        ("prompt larger than the cache", {"json": valid | {"prompt": "x " * options.server.cache_tokens}}, 413),
+        ("answer larger than the cache", {"json": valid | {"max_tokens": options.server.cache_tokens}}, 413),
         ("no key", {"json": valid, "headers": {"Authorization": ""}}, 401),
         ("wrong key", {"json": valid, "headers": {"Authorization": "Bearer wrong"}}, 401),
         ("no prompt but a number", {"json": valid | {"prompt": 5}}, 400),
@@ -394,7 +415,7 @@ def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, 
         ("unknown model", {"json": valid | {"model": "unknown"}}, 400),
     ]
     if not options.backend.startswith("transformers serve"):
-        cases = cases[:4]  # the backend refuses the others, with its own statuses
+        cases = cases[:6]  # the backend refuses the others, with its own statuses
 
     async def send(request: dict) -> tuple[int, Reply]:
         async with endpoint.session() as session, asyncio.timeout(endpoint.deadline_s):
@@ -404,7 +425,7 @@ def _refusal_rows(context: Context, options: ServerSoakOptions, server: Server, 
     rows = []
     for name, request, expected in cases:
         status, after = in_event_loop(lambda request=request: send(request))
-        params = {"what": "refused requests", "status": status}
+        params = {"what": REFUSED, "status": status}
         if after.error:
             reason = f"invalid: the next request failed: {after.error}"
             rows.append(context.absent_row(name, "count", reason, dtype=options.dtype, params=params))
@@ -421,7 +442,7 @@ def _overload_row(context: Context, options: ServerSoakOptions, server: Server, 
     replies = _at_once(server, prompts[-most - extra :], options.long_tokens)
     served, refused = sum(not reply.error for reply in replies), sum(reply.status == 503 for reply in replies)
     check = checked("requests that were neither served nor refused as expected", abs(served - most) + abs(refused - extra), 0)
-    params = {"what": "refused requests", "sent": most + extra, "accepted": most}
+    params = {"what": REFUSED, "sent": most + extra, "accepted": most}
     return context.row(OVERLOAD, "count", refused, dtype=options.dtype, params=params, **check)
 
 
@@ -460,7 +481,7 @@ def _drain_rows(context: Context, options: ServerSoakOptions, server: Server, pr
         return [context.absent_row(DRAIN, "count", f"invalid: {error.what}", dtype=options.dtype, params={"streams": streams})]
     took_s = time.perf_counter() - signalled[0]
     finished = sum(not reply.error for reply in replies)
-    params = {"what": "running answers that were finished", "streams": streams}
+    params = {"what": FINISHED, "streams": streams}
     identity = {"dtype": options.dtype}
     # A nonzero exit code and answers to all late requests each count as one fault.
     faults = (streams - finished) + int(code != 0) + int(not refused)

@@ -17,6 +17,7 @@ class Script:
     so many requests fail with `status`. `cut`: close the stream after its first token. `work_s`: CPU time of each token.
     `ballast_bytes`: memory that each request leaves behind. `linger_s`: seconds for which the connection stays open after the
     event [DONE]. `stops`: whether the server stops when a client hangs up; otherwise it computes as long as for the whole answer.
+    `event`: the first event, instead of a token; the stream then ends.
     `blocks`: number of blocks of a server that keeps one for each client that hangs up, or 0 for a server that frees them.
     Without a free block, it sends no token.
     """
@@ -33,6 +34,7 @@ class Script:
     ballast_bytes: int = 0
     linger_s: float = 0.0
     blocks: int = 0
+    event: str = ""
     stops: bool = True
     usage: bool = True
     requests: list[dict] = field(default_factory=list)
@@ -98,6 +100,10 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
         await asyncio.sleep(script.first_s + (script.stall_s if number == 1 else 0.0))
         if not script.headers_first:
             writer.write(start)
+        if script.event:
+            writer.write(f"data: {script.event}\n\n".encode())
+            await writer.drain()
+            return
         for token in range(body["max_tokens"]):
             await asyncio.sleep(script.gap_s if token else 0.0)
             # A client that closes a connection with unread data resets it, and the reader then has an error instead of an end.

@@ -21,17 +21,18 @@ from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.serving import kv_cache_memory, server_answers, server_load, server_soak
 from hyperion.experiments.serving import server as servers
 from hyperion.experiments.serving.backends import BACKENDS, Backend, ServerSizes
-from hyperion.experiments.serving.claims import growth_claims, hang_up_claims
+from hyperion.experiments.serving.claims import growth_claims, value_claims
 from hyperion.experiments.serving.client import Endpoint, Reply
 from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import ServedModel, pieces_of, served_model
-from hyperion.experiments.serving.server import ServerError, close_servers, start_server
+from hyperion.experiments.serving.server import Server, ServerError, close_servers, start_server
 from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
 from hyperion.experiments.serving.server_load import tokens_sent_together
-from hyperion.experiments.serving.server_soak import slope_estimate
+from hyperion.experiments.serving.server_soak import RequestRefused, hang_up, slope_estimate
 from hyperion.hardware import detect_cpu
 from hyperion.processes.child_process import has_ended
 from hyperion.results import Row, RowError
+from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.serving.scripted import Script, scripted_server
 
@@ -102,6 +103,8 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
     assert {name: row.params.get("status") for name, row in counts.items() if "status" in row.params} == {
         "no JSON": 400,
         "too large": 413,
+        "prompt larger than the cache": 413,
+        "answer larger than the cache": 413,
         "no key": 401,
         "wrong key": 401,
     }
@@ -113,6 +116,7 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
     assert growth[server_soak.RSS].ci_high < 65536
     assert growth[server_soak.DEVICE_MEMORY].value_reason.startswith("the device is the CPU")
     assert by_variant(rows, "drain_time_s")[server_soak.DRAIN].value > 0
+    assert [otherwise for holds, otherwise in value_claims("server_soak", rows) if not holds] == []
 
 
 @pytest.mark.process
@@ -162,7 +166,7 @@ def test_a_server_that_keeps_the_blocks_of_hang_ups_does_not_answer_the_load(blo
         server.endpoint = dataclasses.replace(server.endpoint, deadline_s=2.0)
         row = server_soak._block_row(context, options, server, [f"p{i}" for i in range(200)])
     assert blocks or row.params["hang_ups"] >= 16
-    assert [holds for holds, _ in hang_up_claims([row.without_failed_value()])] == [not blocks]
+    assert value_claims("server_soak", [row.without_failed_value()])[0][0] is not bool(blocks)
     assert row.without_failed_value().is_unexpected is bool(blocks) and row.value == (0 if blocks else SOAK["users"])
 
 
@@ -233,7 +237,7 @@ def test_a_server_that_fails_in_one_step_keeps_the_rows_of_the_others(tmp_path, 
         raise ServerError("a client that hangs up received no text")
 
     async def hung_up(*args):
-        return 1
+        return None
 
     with served_in_this_process() as server:
         server.drain, server.wait = lambda: None, late
@@ -244,9 +248,82 @@ def test_a_server_that_fails_in_one_step_keeps_the_rows_of_the_others(tmp_path, 
         replies, _ = server_soak._soak(context, options, server, [f"p{i}" for i in range(60)])
         assert len(replies) > options.requests and any(reply.error for reply in replies)
         (row,) = server_soak._rows_or_reason(
-            context, options, server_soak.DRAIN, lambda: server_soak._drain_rows(context, options, server, ["p"] * 8)
+            context, options, server_soak.DRAIN, "", lambda: server_soak._drain_rows(context, options, server, ["p"] * 8)
         )
         assert row.value is None and row.value_reason == "invalid: a client that hangs up received no text"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "problem"),
+    [
+        ({"fail_every": 1, "status": 500}, ServerError, "status 500"),
+        ({"fail_every": 1, "status": 503}, RequestRefused, "status 503"),
+        ({"event": '{"error": "made up"}'}, ServerError, "the server reports 'made up'"),
+        ({"event": '{"choices": [{"text": ""}]}'}, ServerError, "the answer ended"),
+        ({"event": "no JSON"}, ServerError, "JSONDecodeError"),
+        ({"event": "[1]"}, ServerError, "which is no JSON object"),
+        ({"first_s": 60.0}, ServerError, "nothing after 0."),
+    ],
+)
+def test_a_client_that_receives_no_text_has_not_hung_up(script, kind, problem):
+    with served_in_this_process(**script) as server:
+        endpoint = server.endpoint.within(0.5) if "first_s" in script else server.endpoint
+        begin = time.monotonic()
+
+        async def work():
+            async with endpoint.session() as session:
+                await hang_up(session, endpoint, "p", 3)
+
+        with pytest.raises(ServerError, match=problem) as error:
+            asyncio.run(work())
+    assert type(error.value) is kind and time.monotonic() - begin < 30
+
+
+def test_a_request_that_the_front_refuses_occupies_no_block(tmp_path):
+    context = toy_context("server_soak", SOAK, tmp_path)
+    options = server_soak.ServerSoakOptions.of(context)
+    script = Script(fail_every=2, status=503)
+    with scripted_server(script) as address:
+        server = SimpleNamespace(endpoint=Endpoint(address, "key", "toy"))
+        row = server_soak._block_row(context, options, server, [f"p{i}" for i in range(200)])
+    assert row.params["hang_ups"] >= 16 and len(script.requests) >= 32
+
+
+def test_a_backend_that_has_ended_has_no_cpu_time(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with pytest.raises(ServerError, match="the backend has ended"):
+        Server(ended, Endpoint("", "", ""), tmp_path / "log", ended.pid).backend_cpu_s()
+
+
+@pytest.mark.process
+def test_a_backend_that_ends_after_the_soak_costs_no_row_of_the_soak(toy, tmp_path, monkeypatch):
+    toy(gap_s=0.01, work_s=0.003)
+    soak = server_soak._soak
+
+    def and_kill(context, options, server, prompts):
+        outcome = soak(context, options, server, prompts)
+        os.kill(server.backend_pid, signal.SIGKILL)
+        return outcome
+
+    monkeypatch.setattr(server_soak, "_soak", and_kill)
+    run = experiment_named("server_soak").run
+    rows = [row.without_failed_value() for row in run(toy_context("server_soak", SOAK, tmp_path), lambda *progress: None).rows]
+    counts = by_variant(rows, "count")
+    assert counts[server_soak.SOAK].value == 40 and by_variant(rows, "growth_bytes")[server_soak.RSS].value is not None
+    assert counts[server_soak.DRAIN].value is None
+    assert {row.variant for row in rows if row.value_reason.startswith("invalid")} >= {server_soak.HANG_UPS, server_soak.DRAIN}
+    assert not all(holds for holds, _ in value_claims("server_soak", rows))
+
+
+@pytest.mark.process
+def test_requests_of_an_open_loop_wait_in_the_client_if_the_server_has_no_place(toy, tmp_path):
+    toy(first_s=0.2)
+    options = LOAD | {"backends": ["toy"], "open_load": 20.0, "open_requests": 40, "runs": 1}
+    rows = perform(toy_context("server_load", options, tmp_path), tmp_path).rows
+    opened = {row.params["percentile"]: row for row in rows if row.metric == "ttft_s" and row.params["loop"] == "open"}
+    # 40 requests arrive almost together, and 8 are answered at the same time, so the last ones wait for four others.
+    assert opened[95].value > 0.7 and all(holds for holds, _ in value_claims("server_load", rows))
 
 
 @pytest.mark.process
@@ -263,8 +340,6 @@ def test_a_load_has_percentiles_over_runs(toy, tmp_path):
     assert ttft[2, 50].value <= ttft[2, 95].value <= ttft[2, 99].value
     assert ttft[1, 99].value_reason == "not computed: the 99th percentile needs 100 requests in a run, and there are 4"
     assert ttft["open", 50].value >= 0.02
-    shares = [row for row in rows if row.metric == "share"]
-    assert [row.params["users"] for row in shares] == [1, 2] and all(0.9 < row.value <= 1.001 for row in shares)
 
 
 def test_a_loop_with_a_failed_request_has_no_values(toy, tmp_path, monkeypatch):
@@ -363,8 +438,26 @@ def test_without_the_packages_the_rows_have_the_reason(tmp_path, monkeypatch):
     ],
 )
 def test_pieces_are_compared_up_to_the_first_undecided_position(answer, decided, differing):
-    reference = Reference(pieces=("a", "b", "c"), decided=decided, tokens=3, error=0.1)
+    reference = Reference(pieces=("a", "b", "c"), decided=decided, tokens=3, decided_tokens=decided, error=0.1)
     assert differing_pieces(answer, reference) == differing
+
+
+def test_the_rows_count_tokens_and_not_the_texts_that_a_server_sends(tmp_path, monkeypatch):
+    """A token within a character has no text of its own."""
+    sizes = {"model": "toy", "dtypes": ["bf16"], "backends": ["transformers serve"], "server": SIZES}
+    context = toy_context("server_answers", sizes | {"prompts": 3, "prompt_tokens": 4, "output_tokens": 2}, tmp_path)
+    model = ServedModel("toy", tmp_path, "synthetic")
+    reference = Reference(pieces=(" 0", " 1"), decided=2, tokens=8, decided_tokens=5, error=0.1)
+    monkeypatch.setattr(server_answers, "served_model", lambda *args: model)
+    monkeypatch.setattr(server_answers, "prompts_of", lambda *args: ["a", "b", "c"])
+    monkeypatch.setattr(server_answers, "reference_answers", lambda *args: [reference] * 3)
+    with served_in_this_process() as server:
+        server.log_text = lambda: "CB: True"
+        monkeypatch.setattr(server_answers, "running_server", lambda *args: server)
+        rows = experiment_named("server_answers").run(context, lambda *progress: None).rows
+    compared = next(row for row in rows if row.params.get("what") == server_answers.COMPARED)
+    assert compared.value == 3 * 5 and compared.check_error == 0
+    assert by_variant(rows, "share")["transformers serve"].value == 5 / 8
 
 
 def test_a_position_is_undecided_if_its_gap_is_at_most_the_bound():
@@ -466,7 +559,8 @@ def test_the_real_server_gives_the_answers_of_generate(tmp_path, monkeypatch):
     context = toy_context("server_answers", sizes, tmp_path)
     try:
         rows = perform(context, tmp_path).rows
-        assert by_variant(rows, "count")["transformers serve"].value > 0
+        compared = by_variant(rows, "count")["transformers serve"]
+        assert compared.value == experiment_named("server_answers").forecast(context)[0].estimate == 3 * 8
         assert [row.value for row in rows if row.params.get("what") == server_answers.OVERLAPPED] == [sizes["prompts"] - 1]
         # A server that shifted all answers by one token would be refused.
         monkeypatch.setattr(server_answers, "pieces_of", lambda folder, ids: pieces_of(folder, [*ids[1:], ids[0]]))
@@ -489,9 +583,11 @@ def test_the_sizes_of_the_profiles_share_a_server():
         # A request must fit, and so must all requests at the same time.
         tokens = load.server.max_requests * (soak.prompt_tokens + max(load.output_tokens, soak.long_tokens))
         assert tokens <= load.server.blocks * load.server.block_tokens
-        assert any(level.requests >= 100 for level in load.levels), "a 99th percentile needs 100 requests"
-        assert load.runs >= 5
-        assert load.open_requests <= load.server.max_requests, "none may be refused, however long the others take"
+        counts = {level.users: level.requests for level in load.levels} | {"open": load.open_requests}
+        assert all(count >= 20 for count in counts.values()), "a 95th percentile needs 20 requests"
+        larger = [most] if profile == "smoke" else [16, most, "open"]
+        assert all(counts[loop] >= 100 for loop in larger), "a 99th percentile needs 100 requests"
+        assert load.runs >= LEAST_FOR_AN_INTERVAL
         assert soak.requests >= (200 if profile == "smoke" else 1000)
     assert Reply(due_s=0, end_s=1).error == ""
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import struct
 import threading
 import time
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
+from hyperion.experiments.serving import front
 from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
-from hyperion.experiments.serving.front import Forward, _until_done, application
+from hyperion.experiments.serving.front import Forward, _refuse_body, _until_done, application
 from tests.experiments.serving.scripted import Script, scripted_server
 
 KEY = {"Authorization": "Bearer right"}
@@ -20,10 +23,10 @@ BODY = {"prompt": "p", "max_tokens": 2}
 
 
 @contextlib.contextmanager
-def front_before(backend, max_requests=4, max_body_bytes=1000):
+def front_before(backend, max_requests=4, max_body_bytes=1000, max_tokens=1100, body_s=10.0):
     """Run the front in a thread and yield its address. In a thread, uvicorn installs no signal handlers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = application(Forward(backend, "right", max_requests, max_body_bytes))
+        app = application(Forward(backend, "right", max_requests, max_body_bytes, max_tokens, body_s))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -52,6 +55,7 @@ def fast_front():
         ({"json": BODY, "headers": {"Authorization": "Bearer righ"}}, 401),
         ({"json": BODY | {"prompt": "x" * 1000}}, 413),
         ({"content": iter([b'{"prompt": "', b"x" * 2000, b'"}'])}, 413),
+        ({"json": BODY | {"max_tokens": 2000}}, 413),
         ({"content": b'{"prompt": "p'}, 400),
         ({"content": b"[1]"}, 400),
         ({"content": b"[" * 900}, 400),
@@ -135,6 +139,87 @@ def test_the_backend_learns_that_a_client_hung_up():
             time.sleep(0.05)
         assert (script.hung_up, script.finished) == (1, 0)
         assert post(address, json=BODY).status_code == 200, "the place of the client is free again"
+
+
+def test_the_backend_learns_that_a_client_hung_up_before_the_headers():
+    """A client that waits for a whole answer: the backend sends its headers when all is computed."""
+    script = Script(headers_first=False, first_s=6.0)
+    with scripted_server(script) as backend, front_before(backend, max_requests=1) as address:
+        begin = time.monotonic()
+        with httpx.Client(base_url=address, headers=KEY, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=BODY | {"stream": False}, timeout=0.5)
+        while httpx.get(f"{address}/health", trust_env=False).json()["active"] and time.monotonic() - begin < 10:
+            time.sleep(0.05)
+        assert time.monotonic() - begin < 5, "the place is free before the backend answers"
+        while script.hung_up == 0 and time.monotonic() - begin < 20:
+            time.sleep(0.05)
+    assert (script.hung_up, script.finished) == (1, 0)
+
+
+@contextlib.contextmanager
+def broken_backend(fault):
+    """A backend that receives each request and then closes the connection, resets it, or stays silent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as connections:
+
+        def serve():
+            with contextlib.suppress(OSError):  # the listener is closed at the end
+                while True:
+                    connection = connections.enter_context(listener.accept()[0])
+                    connection.recv(65536)
+                    if fault == "resets":
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    if fault != "is silent":
+                        connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("closes", "RemoteProtocolError"), ("resets", "ReadError"), ("is silent", "ReadTimeout")]
+)
+def test_a_backend_that_fails_before_its_headers_is_502(fault, error, monkeypatch):
+    monkeypatch.setattr(front, "SILENCE_S", 0.3)
+    with broken_backend(fault) as backend, front_before(backend) as address:
+        answer = post(address, json=BODY)
+        assert answer.status_code == 502 and error in answer.json()["error"]["message"]
+        assert post(address, json=BODY).status_code == 502, "the front answers afterwards"
+
+
+def test_a_body_that_does_not_arrive_is_408_and_leaves_its_place():
+    with scripted_server(Script()) as backend, front_before(backend, max_requests=1, body_s=0.5) as address:
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=20) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer right\r\nContent-Length: 50\r\n\r\n{"
+            )
+            assert client.recv(65536).startswith(b"HTTP/1.1 408")
+        assert post(address, json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": "p" * 10, "max_tokens": 90}, None),
+        ({"prompt": "p" * 10, "max_tokens": 91}, 413),
+        ({"prompt": "p" * 10, "max_tokens": "91"}, 413),
+        ({"prompt": "\u00e9" * 10, "max_tokens": 81}, 413),
+        ({"prompt": "\ud800", "max_tokens": 98}, 413),
+        ({"prompt": [[1] * 40], "max_tokens": 1}, 413),
+        ({"prompt": 5, "max_tokens": 90}, None),
+        ({"messages": [{"role": "user", "content": "p" * 90}], "max_tokens": 1}, 413),
+        ({"messages": [], "max_completion_tokens": 101, "max_tokens": 1}, 413),
+        ({"prompt": "p"}, 413),
+        ({"prompt": "p", "max_tokens": "many"}, 400),
+        ({"prompt": "p", "max_tokens": [1]}, 400),
+        ({"prompt": "p", "max_tokens": float("inf")}, 400),
+        ({"prompt": "p", "generation_config": "{}"}, 400),
+        ({"prompt": "p", "generation_config": "{}", "max_tokens": 9}, None),
+    ],
+)
+def test_a_request_that_may_be_larger_than_the_cache_is_refused(body, status):
+    refusal = _refuse_body(json.dumps(body).encode(), 100)
+    assert (refusal and refusal.status_code) == status
 
 
 def test_a_backend_that_is_gone_is_502():
