@@ -319,7 +319,8 @@ def test_a_backend_that_ends_after_the_soak_costs_no_row_of_the_soak(toy, tmp_pa
 @pytest.mark.process
 def test_requests_of_an_open_loop_wait_in_the_client_if_the_server_has_no_place(toy, tmp_path):
     toy(first_s=0.2)
-    options = LOAD | {"backends": ["toy"], "open_load": 20.0, "open_requests": 40, "runs": 1}
+    loops = {"levels": [{"users": 2, "requests": 10}], "open_load": 20.0, "open_requests": 40, "runs": 1}
+    options = LOAD | loops | {"backends": ["toy"]}
     rows = perform(toy_context("server_load", options, tmp_path), tmp_path).rows
     opened = {row.params["percentile"]: row for row in rows if row.metric == "ttft_s" and row.params["loop"] == "open"}
     # 40 requests arrive almost together, and 8 are answered at the same time, so the last ones wait for four others.
