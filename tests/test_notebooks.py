@@ -149,7 +149,8 @@ def test_metadata_are_complete(path):
     assert notebook.produces
     assert {"smoke", "full"} <= set(notebook.time_budget_s)
     # Chapter 2.12 takes 14 minutes on an H100, which is more than the aim of 6 minutes. Its estimate is the measured time.
-    longest_s = 840 if notebook.stem == "12_inference_and_quantization" else 360
+    # Chapter 2.12 compiles two models for several batch sizes. Chapter 2.13 waits for a server that answers few requests a second.
+    longest_s = {"12_inference_and_quantization": 840, "13_serving": 510}.get(notebook.stem, 360)
     assert notebook.time_budget_s["full"] <= longest_s, "at most 6 minutes on one H200"
     document = json.loads(path.read_text())
     assert document["metadata"]["kernelspec"]["name"] == "python3"
