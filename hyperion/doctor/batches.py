@@ -57,6 +57,7 @@ def within_free_memory() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
+    release_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     memory = psutil.Process().memory_info()
     free = min(psutil.virtual_memory().available, (memory_limit_bytes() or 2**62) - memory.rss)

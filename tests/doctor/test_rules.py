@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from hyperion.commands.monitor import summary_lines
 from hyperion.data.store.folders import write_manifest
-from hyperion.doctor.batches import largest_fitting, load_step, within_free_memory
+from hyperion.doctor.batches import largest_fitting, load_step
 from hyperion.doctor.checks import check_torch_build
 from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import apply_rules, rules
@@ -610,16 +611,24 @@ def test_the_largest_batch_that_fits_is_found_in_few_steps(limit):
     assert largest == min(limit, 64) and max(tried) <= 64 and len(tried) <= 13
 
 
-def test_on_a_cpu_an_allocation_beyond_the_free_memory_fails_and_does_not_end_the_process(monkeypatch):
-    import torch
+_FIT = """
+from types import SimpleNamespace
+import torch
+from hyperion.doctor import batches
+batches.psutil.virtual_memory = lambda: SimpleNamespace(available=256 << 20)
+with batches.within_free_memory():
+    print(batches.largest_fitting(lambda batch: torch.ones(batch << 20, dtype=torch.uint8), at_most=1024)[0])
+print(torch.ones(512 << 20, dtype=torch.uint8).numel() >> 20)
+"""
 
-    if torch.cuda.is_available():
-        pytest.skip("GPU drivers reserve addresses, so nothing is limited")
-    free = SimpleNamespace(available=256 << 20)
-    monkeypatch.setattr("hyperion.doctor.batches.psutil.virtual_memory", lambda: free)
-    with within_free_memory():
-        assert 128 <= largest_fitting(lambda batch: torch.ones(batch << 20, dtype=torch.uint8), at_most=1024)[0] <= 256
-    assert torch.ones(512 << 20, dtype=torch.uint8).numel() == 512 << 20
+
+@pytest.mark.process
+def test_on_a_cpu_an_allocation_beyond_the_free_memory_fails_and_does_not_end_the_process():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", _FIT], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    within, after = map(int, ran.stdout.split())
+    assert 128 <= within <= 256 and after == 512
 
 
 def test_another_error_than_memory_is_raised(tmp_path):

@@ -44,8 +44,14 @@ def test_operators_are_rows_and_a_block_that_the_profile_leaves_out_says_so(tmp_
     assert once.metric == "step_overhead_s" and once.ci_low <= once.value <= once.ci_high and once.check_error < 1
     (block,) = [row for row in rows if row.variant == BLOCK]
     assert block.value is None and "left out by this profile" in block.value_reason
-    forecasts = experiment_named("operator_cost").forecast(toy_context("operator_cost", {}, tmp_path))
-    assert {(f.variant, f.metric) for f in forecasts} == {(row.variant, row.metric) for row in rows}
+    forecasts = experiment_named("operator_cost").forecast(toy_context("operator_cost", {"time_limit_s": 0.02}, tmp_path))
+    assert {(f.variant, f.metric, f.dtype) for f in forecasts} == {(row.variant, row.metric, row.dtype) for row in rows}
+
+
+def test_the_prediction_of_a_compiled_block_has_the_number_format_of_its_row(tmp_path):
+    context = toy_context("operator_cost", {"time_limit_s": 0.02, "compiled": "bf16"}, tmp_path)
+    (block,) = [one for one in experiment_named("operator_cost").forecast(context) if one.variant == BLOCK]
+    assert block.dtype == "bf16"
 
 
 def test_the_measured_cost_comes_before_launches_and_an_absent_one_does_not_count(context):
