@@ -139,7 +139,8 @@ def nearest_rank(samples: ArrayLike, share: float) -> float:
         share: the percentile as a share, such as 0.99.
     """
     values = np.sort(np.asarray(samples, dtype=np.float64))
-    # Rounded, because share · n may lie just above a whole number, such as 0.07 · 100.
+    # Rounded, because share · n may lie just above a whole number, such as 0.07 · 100. np.quantile(method="inverted_cdf") would
+    # then return the next sample.
     rank = max(1, math.ceil(round(share * len(values), 9)))
     return math.nan if np.isnan(values[-1]) else float(values[rank - 1])  # NaN is sorted to the end
 

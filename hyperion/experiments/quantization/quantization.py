@@ -186,7 +186,7 @@ class _Material:
         """True if the machine has a GPU and the runtime uses the CPU. The same work takes much longer there."""
         return self.device.kind != self.context.device.kind
 
-    def batch(self, size: int = 0) -> Tensor:
+    def batch(self, size: int | None = None) -> Tensor:
         """Return the inputs of a batch. Without a size, it is the batch with which all variants are timed."""
         return batch_of(self.trained.held_out(self.device)[0], size or self.batch_size)
 
@@ -233,7 +233,7 @@ class _Material:
             frames.append(frame)
         return rows, frames
 
-    def _on_batch(self, call: Callable[[Tensor], object], size: int = 0) -> Callable[[], object]:
+    def _on_batch(self, call: Callable[[Tensor], object], size: int | None = None) -> Callable[[], object]:
         batch = self.batch(size)
         return lambda: call(batch)
 
