@@ -49,7 +49,7 @@ def end_while_it_trains(ranks):
         if line.startswith(f"batch 0 {TERMINATED_AT - 1}"):
             ranks[1].send_signal(signal.SIGTERM)
             break
-    return ["".join(rank.communicate(timeout=180)) for rank in ranks]
+    return ["".join(rank.communicate(timeout=900)) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
