@@ -1,5 +1,6 @@
 """Display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -12,6 +13,10 @@ from hyperion.figures.published import published_tables
 from hyperion.figures.tables import escaped, html, markdown_text, prediction_basis, prediction_error, prediction_table, tables_of
 from hyperion.results import Prediction, Row, Run
 from hyperion.untrusted import printable
+
+# In a notebook, tqdm warns if the package for widgets is missing. Libraries that the chapters import use tqdm, but no chapter
+# shows widgets.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 _ROUNDING = 1e-12  # a measured value up to this size is a rounding error of 0
 _FACTOR = 10  # a prediction that is at least this many times the measured value is compared by a factor

@@ -19,6 +19,7 @@ from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
 from hyperion.workloads.percentiles import percentile, samples_needed
 
 Call = Callable[[], object]
+BEST_BATCH = "best batch"  # role of the rate that is measured again after the search
 LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}  # metric of each percentile
 
 
@@ -72,8 +73,8 @@ class BatchTimes:
 
     def search(
         self, call_of: Callable[[int], Call], batches: Iterable[int], limit: tuple[float | None, str]
-    ) -> tuple[list[Row], dict[int, float]]:
-        """Time several batch sizes. Return the rows, and the examples per second of each timed batch size.
+    ) -> tuple[list[Row], list[pd.DataFrame], dict[int, float]]:
+        """Time several batch sizes. Return the rows, the samples, and the examples per second of each timed batch size.
 
         Args:
             call_of: function that takes a batch size and returns a function that runs one batch.
@@ -81,10 +82,11 @@ class BatchTimes:
             limit: (largest possible number of examples per second, its source), or (None, reason why there is no limit).
         """
         rows: list[Row] = []
+        frames: list[pd.DataFrame] = []
         rates: dict[int, float] = {}
         too_long = ""
         for size in batches:
-            columns = self.columns(batch=size, role="search")
+            columns = self.columns(batch=size, cache="hot", role="search")
             if too_long:
                 rows.append(self.context.absent_row(self.variant, "samples_per_s", too_long, **columns))
                 continue
@@ -104,18 +106,19 @@ class BatchTimes:
                 continue
             rates[size] = size / timing.estimate.value
             rate = timing.estimate.map(lambda seconds, size=size: size / seconds)
-            limits = {"limit": limit[0], "limit_source": limit[1]}
-            rows.append(self.context.row(self.variant, "samples_per_s", rate, **columns, **limits))
-        return rows, rates
+            rows.append(timed_row(self.context, self.variant, "samples_per_s", rate, timing, limit=limit, **columns))
+            frames.append(sample_frame(timing, self.variant, columns["dtype"], columns["params"]))
+        return rows, frames, rates
 
 
 def times_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table of variants: percentiles of the latency of one example in ms, and the rate of the best batch size.
 
-    A percentile is followed by its 95 % interval. It is empty if there were too few calls for it.
+    A percentile is followed by its 95 % interval. It is empty if there were too few calls for it. If the best batch size was
+    timed again after the search, this second rate is shown. The largest of several measured rates is too high on average.
     """
     lines: dict[tuple, dict[str, str]] = {}
-    best: dict[tuple, float] = {}
+    best: dict[tuple, tuple[bool, float]] = {}
     for row in rows:
         if row.value is None or row.metric not in (*LATENCIES.values(), "samples_per_s") or "beside" in row.params:
             continue
@@ -125,8 +128,8 @@ def times_table(rows: Iterable[Row]) -> pd.DataFrame:
         if row.metric != "samples_per_s":
             text = f"{1e3 * row.value:.3g} ({1e3 * not_none(row.ci_low):.3g} to {1e3 * not_none(row.ci_high):.3g})"
             line[_column(row.metric)] = text
-        elif row.value > best.get(key, 0.0):
-            best[key] = row.value
+        elif (rank := (row.params.get("role") == BEST_BATCH, row.value)) > best.get(key, (False, 0.0)):
+            best[key] = rank
             line["best rate"] = f"{row.value:.4g} examples/s, batch {row.params['batch']}"
     columns = ["model", "runtime", "variant", *(_column(metric) for metric in LATENCIES.values()), "best rate"]
     columns = [column for column in columns if any(column in line for line in lines.values())]

@@ -55,7 +55,7 @@ from hyperion.measure.products.dispatch import count_operations
 from hyperion.processes.job import JobError
 from hyperion.results import Estimate, Row
 from hyperion.results.rows import UNEXPECTED
-from hyperion.workloads.batch_times import LATENCIES, BatchTimes, batch_of, second_call_s
+from hyperion.workloads.batch_times import BEST_BATCH, LATENCIES, BatchTimes, batch_of, second_call_s
 from hyperion.workloads.datasets import IMAGES, TEXT
 from hyperion.workloads.quality import change_of_quality
 from hyperion.workloads.trained_models import (
@@ -400,9 +400,8 @@ class _Variant:
         flops = _flops_per_example(self.reference)
         limit = (None, source) if peak is None else (peak * 1e12 / flops, f"{flops / 1e9:.4g} GFLOP of an example at {source}")
         batches = self.options.compiled_batches if self.runtime == COMPILED else self.options.batches
-        rows, rates = self.times.search(lambda size: self.on_batch(self.prepared.call, size), batches, limit)
+        rows, frames, rates = self.times.search(lambda size: self.on_batch(self.prepared.call, size), batches, limit)
         best = max(rates, key=lambda size: rates[size])
-        frames = []
         for size in dict.fromkeys((1, best)):
             calls = [self.on_batch(self.prepared.call, size)]
             if self.runtime != EAGER:
@@ -411,17 +410,17 @@ class _Variant:
             # ONNX Runtime has its own threads, which would compete with the idle threads of PyTorch if calls alternated.
             clock = BlockClock() if device.kind == "cpu" else WallClock(device, calls_that_fill(_BLOCK_S, longest_s))
             mine, *others = time_interleaved(calls, device, cold=False, time_limit_s=time_limit_s, clock=clock)
-            role = "best batch" if size == best else "one example"
+            role = BEST_BATCH if size == best else "one example"
             columns = self.columns(batch=size, cache="hot", role=role, order="blocks")
             rows.append(self.rate_row(self.runtime, mine, limit, check, columns))
-            frames.append(sample_frame(mine, f"{self.runtime}, in turn", **columns))
+            frames.append(sample_frame(mine, self.runtime, **columns))
             for eager in others:
                 why = "no limit: two runtimes of the same model"
                 rows.append(speedup_row(self.context, self.runtime, mine, eager, why, check, **columns))
                 # The rate of eager mode beside this runtime is stored, so that the ratio can be compared with eager mode alone.
                 columns = self.columns(batch=size, cache="hot", role=role, order="blocks", beside=self.runtime)
                 rows.append(self.rate_row(EAGER, eager, limit, None, columns))
-                frames.append(sample_frame(eager, f"{EAGER}, in turn", **columns))
+                frames.append(sample_frame(eager, EAGER, **columns))
         return rows, frames
 
     def rate_row(

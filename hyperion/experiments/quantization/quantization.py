@@ -228,9 +228,9 @@ class _Material:
         for name, (dtype, call) in variants.items():
             times = BatchTimes(self.context, name, self.device, functools.partial(self.columns, dtype), *limits)
             latencies, frame, _ = times.latency(self._on_batch(call, 1))
-            rates, _ = times.search(functools.partial(self._on_batch, call), batches, (None, _NO_TIME_LIMIT))
+            rates, searched, _ = times.search(functools.partial(self._on_batch, call), batches, (None, _NO_TIME_LIMIT))
             rows += latencies + rates
-            frames.append(frame)
+            frames += [frame, *searched]
         return rows, frames
 
     def _on_batch(self, call: Callable[[Tensor], object], size: int | None = None) -> Callable[[], object]:

@@ -8,6 +8,7 @@ Shape suffixes: N outputs, K inputs, M rows of the input, G groups of inputs tha
 
 import importlib
 import importlib.util
+import logging
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -261,6 +262,8 @@ def bitsandbytes_library() -> Any:
 
     The return type is Any, because the type stubs of bitsandbytes do not contain its layers.
     """
+    # For each product, bitsandbytes warns that it rounds the inputs to float16. `LlmInt8.roundoff` accounts for this rounding.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return importlib.import_module("bitsandbytes")
 
 

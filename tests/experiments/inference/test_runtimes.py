@@ -33,7 +33,7 @@ from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace
 from hyperion.hardware import detect_cpu
 from hyperion.measure import FORMATS, Verification
 from hyperion.processes.job import JobError
-from hyperion.results.rows import UNEXPECTED
+from hyperion.results.rows import UNEXPECTED, canonical_params
 from hyperion.workloads import batch_times
 from hyperion.workloads.onnx_sessions import CPU_PROVIDER, SPINNING, Session, require_provider, why_no_gpu_provider, why_no_onnx
 from hyperion.workloads.trained_models import trained_classifier, trained_language_model
@@ -126,7 +126,12 @@ def test_both_sides_of_a_speed_up_get_the_same_converted_inputs(material, monkey
 
     monkeypatch.setattr(reference, "eager", lambda dtype: seen("eager", model))
     prepared = Prepared(seen("runtime", model), CPU, "bf16")
-    runtimes._Variant(context, options, "a runtime", prepared, reference).time_throughput(Verification("c", 0.0, 1.0))
+    variant = runtimes._Variant(context, options, "a runtime", prepared, reference)
+    rows, frames = variant.time_throughput(Verification("c", 0.0, 1.0))
+    # The key of a timing, with which a page finds out whether the samples of a row were steady.
+    timed = {(frame["variant"][0], frame["dtype"][0], frame["params"][0]) for frame in frames}
+    rates = [row for row in rows if row.metric == "samples_per_s"]
+    assert timed == {(row.variant, row.dtype, canonical_params(row.params)) for row in rates} and len(frames) == len(rates) == 6
     assert given == {"runtime": {(torch.bfloat16, True)}, "eager": {(torch.bfloat16, True)}}
 
 

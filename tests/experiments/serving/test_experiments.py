@@ -5,11 +5,14 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +41,7 @@ from tests.experiments.serving.scripted import Script, scripted_server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"max_requests": 8, "blocks": 16, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
 SOAK = {
     "model": "toy",
@@ -413,6 +417,13 @@ def test_command_lines(tmp_path):
     pairs = dict(zip(serve[3::2], serve[4::2], strict=True))
     assert (pairs["--host"], pairs["--device"], pairs["--dtype"]) == ("127.0.0.1", "cpu", "float32")
     assert pairs["--cb-num-blocks"] == "64"
+
+
+def test_the_packages_of_the_default_server_are_those_that_are_installed_with_the_library():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = project["dependencies"] + project["optional-dependencies"]["serving"]
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in installed}
+    assert not BACKENDS["transformers serve"].why_absent(lambda package: package in names)
 
 
 def test_without_the_packages_the_rows_have_the_reason(tmp_path, monkeypatch):
