@@ -23,6 +23,7 @@ from hyperion.book.plots import all_plots, results_folder
 from hyperion.figures.material import ALL, Material, device_name, percent
 from hyperion.figures.tables import INTERVAL, markdown, markdown_code, markdown_text
 from hyperion.results import Row, Run, rows_to_csv
+from hyperion.results.execution import unexpected_in
 from hyperion.results.rows import COLUMNS
 
 README = "README.md"
@@ -114,6 +115,9 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section], r
         parts.append(remark)
     if banner(material):
         parts.append(f"> **{markdown_text(banner(material))}**")
+    if refuted := unexpected_in(material.run):
+        parts += ["## Unexpected", "These expectations of the notebooks did not hold in this run:"]
+        parts.append("\n".join(f"- {stem}: {markdown_text(text)}" for stem, texts in refuted.items() for text in texts))
     if first:
         parts.append(f"![{markdown_text(first.caption)}]({first.path})")
     quoted = _headline_table(material)

@@ -166,8 +166,10 @@ def test_a_notebook_that_failed_is_left_out_and_an_interrupted_one_keeps_its_fin
     assert {row.notebook for row in reference.rows()} == {"01_x", "02_y"} and reference.finished("02_y", "adding")
     assert "only the rows of their finished experiments are here: `02_y` (interrupted)." in (folder / "README.md").read_text()
 
-    ledger.keep("02_y", Entry("unexpected", {}, 1.0, 1))
+    assert "Unexpected" not in (folder / "README.md").read_text()
+    ledger.keep("02_y", Entry("unexpected", {}, 1.0, 1, unexpected=("loss 7, expected at most 4",)))
     folder, _ = publish(run, "h100", tmp_path / "reference")
+    assert "did not hold in this run:\n\n- 02_y: loss 7, expected at most 4\n" in (folder / "README.md").read_text()
     assert {row.notebook for row in Run.open(folder).rows()} == {"01_x", "02_y"} and (folder / "benchmarks/both.png").exists()
     assert "did not finish" not in (folder / "README.md").read_text()
 
