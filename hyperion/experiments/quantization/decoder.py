@@ -77,6 +77,19 @@ def _rotated(x: Tensor, cosine_1H: Tensor, sine_1H: Tensor) -> Tensor:
     return x * cosine_1H + torch.cat([-second, first], -1) * sine_1H
 
 
+def _enter(model: Any, tokens_S: Tensor, places_S: Tensor, position_1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the inputs of the first block: (embedding of the token at a position, cosine, sine, True for later positions)."""
+    x_1D = model.embed_tokens(tokens_S[position_1])
+    cosine_11H, sine_11H = model.rotary_emb(x_1D[None], position_1[None])
+    return x_1D, cosine_11H[0], sine_11H[0], places_S > position_1
+
+
+def _leave(lm: Any, x_1D: Tensor, logits_1V: Tensor) -> Tensor:
+    """Write the logits for the output of the last block to `logits_1V`. Return the most probable next token, of shape [1]."""
+    logits_1V.copy_(lm.lm_head(lm.model.norm(x_1D)))
+    return logits_1V.argmax(-1)
+
+
 class StaticDecoder:
     """Greedy decoder for one sequence with a static cache.
 
@@ -101,10 +114,11 @@ class StaticDecoder:
         ]
         # All blocks share one compiled function, because they differ only in their tensors. With coordinate descent tuning,
         # Inductor turns a matrix-vector product into a reduction and fuses the surrounding operations into it.
-        forward: Any = DecodeBlock.forward
+        parts: list[Any] = [_enter, DecodeBlock.forward, _leave]
         if mode == COMPILED:
-            forward = torch.compile(forward, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
-        self._forward = forward
+            options = {"coordinate_descent_tuning": True}
+            parts = [torch.compile(part, fullgraph=True, dynamic=False, options=options) for part in parts]
+        self._enter, self._forward, self._leave = parts
         where = {"device": device.torch_device, "dtype": torch.int64}
         self.tokens_S = torch.zeros(positions, **where)
         self.logits_1V = embedding.weight.new_zeros(1, config.vocab_size)
@@ -138,15 +152,13 @@ class StaticDecoder:
 
     def _step(self) -> None:
         """Process the token at the current position, write the most probable next token after it, and advance the position."""
-        model, position = self.lm.model, self._position
-        x_1D = model.embed_tokens(self.tokens_S[position])
-        cosine, sine = model.rotary_emb(x_1D[None], position[None])
-        hidden_S = self._places > position
+        position = self._position
+        x_1D, cosine_1H, sine_1H, hidden_S = self._enter(self.lm.model, self.tokens_S, self._places, position)
         for block in self.blocks:
-            x_1D = self._forward(block, x_1D, cosine[0], sine[0], position, hidden_S)
-        self.logits_1V.copy_(self.lm.lm_head(model.norm(x_1D)))
+            x_1D = self._forward(block, x_1D, cosine_1H, sine_1H, position, hidden_S)
+        next_1 = self._leave(self.lm, x_1D, self.logits_1V)
         position.add_(1)
-        self.tokens_S.index_copy_(0, position, self.logits_1V.argmax(-1))
+        self.tokens_S.index_copy_(0, position, next_1)
 
     @torch.inference_mode()
     def _capture(self) -> Callable[[], None]:

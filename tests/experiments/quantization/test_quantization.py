@@ -15,7 +15,7 @@ from hyperion.chapter import Context, experiment_named, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.quantization import decode_speed, onnx_int8, qlora, quantization, quantized_linears
 from hyperion.experiments.quantization.claims import byte_claims, decode_claims, error_claims, quality_claims, training_claims
-from hyperion.experiments.quantization.decoder import EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
+from hyperion.experiments.quantization.decoder import COMPILED, EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.quantization.layer_checks import output_bound
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, Int8Linear, why_no_bitsandbytes
 from hyperion.hardware import detect, detect_cpu
@@ -286,6 +286,17 @@ def test_the_tokens_are_those_of_a_plain_forward_pass_and_of_generate():
     decoder.rewind(4)
     decoder.continue_(20)
     assert torch.equal(decoder.tokens_S, first)
+
+
+def test_the_compiled_parts_of_a_step_are_whole_graphs_and_give_the_same_tokens(monkeypatch):
+    lm, eager = random_decoder()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda part, options, **given: compile_(part, backend="eager", **given))
+    monkeypatch.setattr(StaticDecoder, "_capture", lambda self: self._step)  # a CPU has no graphs
+    compiled = StaticDecoder(lm, 32, detect_cpu(), COMPILED)
+    for decoder in (eager, compiled):
+        decoder.decode([5, 9, 2, 7], 20)
+    assert torch.equal(compiled.tokens_S, eager.tokens_S) and torch.equal(compiled.logits_1V, eager.logits_1V)
 
 
 def test_decoding_has_times_bytes_and_verified_tokens(tmp_path):
