@@ -175,6 +175,7 @@ def test_bad_files_are_not_staged(in_this_process, tmp_path, fault, words):
 
 @pytest.mark.process
 @pytest.mark.book
+@pytest.mark.long
 def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, checkout, tmp_path):
     file = bad_mirror(tmp_path / "mirror", "pickle that runs code")
     cell = "from hyperion.data import load_cifar10\nload_cifar10(data_source)"
@@ -224,6 +225,7 @@ Run.open(output).record("01_first", "large", [row], samples, input_hash="h")
 
 @pytest.mark.process
 @pytest.mark.book
+@pytest.mark.long
 def test_a_disk_that_fills_up_under_a_notebook(hyperion, checkout, small_disk):
     place = small_disk("size=6m")
     (place / "filler").write_bytes(bytes(3 * 2**20))

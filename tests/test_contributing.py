@@ -84,7 +84,7 @@ def test_the_first_recipe_gives_an_experiment_that_runs(tmp_path):
 @pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_recipe_for_a_subject_of_ones_own_gives_an_experiment_that_runs(tmp_path, installed):
     files = {name: code for name, where, _, code in STEP.findall(OWN) if not where and not name.endswith(".ipynb")}
     assert len(files) == 6

@@ -11,7 +11,9 @@ from tests.readme import folders, reproduces, run
 pytestmark = pytest.mark.book
 
 REPLAY = "make reproduce PROFILE=replay"
-VARIANTS = [command for command in reproduces() if "PROFILE=" in command and command != REPLAY]
+VARIANTS = [
+    pytest.param(command, marks=pytest.mark.long) for command in reproduces() if "PROFILE=" in command and command != REPLAY
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def place(tmp_path_factory):
     return folders(tmp_path_factory.mktemp("variants"))
 
 
-@pytest.mark.parametrize("command", [pytest.param(REPLAY, marks=pytest.mark.long), f"{REPLAY} ONLY=03_interconnect", *VARIANTS])
+@pytest.mark.parametrize("command", [f"{REPLAY} ONLY=03_interconnect", pytest.param(REPLAY, marks=pytest.mark.long), *VARIANTS])
 def test_variants_of_make_reproduce(command, place):
     done = run(command, place)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

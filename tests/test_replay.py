@@ -10,6 +10,7 @@ from hyperion.results.execution import LOG, executed, unexpected
 from tests.test_notebooks import PATHS, cells_of
 
 pytestmark = pytest.mark.book
+REPLAYED = ("04_limits_explained", "12_inference_and_quantization")  # by the tests of every change
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,9 @@ def run_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("replay") / "run"
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.long] * (path.stem not in REPLAYED), id=path.stem) for path in PATHS]
+)
 def test_a_notebook_replays(path, run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(path.parent)
     log = tmp_path / "log"

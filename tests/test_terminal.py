@@ -136,6 +136,7 @@ def finished(book: Path) -> bool:
 @pytest.mark.book
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_chapter_runs_for_a_user_without_a_home_and_with_closed_streams(shell, book, unknown_user):
     assert shell("hyperion reproduce <&- >&- 2>&-", **unknown_user).returncode == 0 and finished(book)
 

@@ -36,6 +36,7 @@ def test_the_code_of_the_page_trains_and_a_second_call_finds_the_training_finish
     assert again.returncode == 0 and float(again.stdout.split("held-out loss")[1]) == loss
 
 
+@pytest.mark.long
 def test_sigterm_saves_the_state_and_the_same_script_continues_with_the_same_losses(script):
     whole = float(run(script).stdout.split("held-out loss")[1])
     (script.parent / "my-checkpoints").rename(script.parent / "of-the-whole-run")

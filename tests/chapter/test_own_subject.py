@@ -159,7 +159,7 @@ def replace(path: Path, old: str, new: str) -> None:
 @pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("register", [named, installed])
+@pytest.mark.parametrize("register", [named, pytest.param(installed, marks=pytest.mark.long)])
 def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(toy, tmp_path, register):
     assert "done" in reproduce(tmp_path, register(toy))
     run = Run.open((tmp_path / "results" / "latest").resolve())
@@ -185,6 +185,7 @@ def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(
 @pytest.mark.book
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.long
 def test_a_figure_makes_no_measurement_stale_and_other_sizes_do(toy, tmp_path):
     reproduce(tmp_path, named(toy))
     run = Run.open((tmp_path / "results" / "latest").resolve())
@@ -227,6 +228,7 @@ def test_a_mistake_in_a_subject_is_named(toy, tmp_path, name, old, new, says):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_relative_path_is_that_of_the_folder_in_which_the_command_was_started(toy, tmp_path):
     assert "01_toy: done" in reproduce(tmp_path, {"HYPERION_SUBJECTS": os.path.relpath(toy, ROOT)})
 

@@ -35,6 +35,7 @@ def torchrun(words: list[str], folder: Path, **environment) -> tuple[subprocess.
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_the_command_runs_as_printed_from_any_directory(tmp_path):
     done, _ = torchrun([str(SCRIPT), "--sizes", "8,20K", "--dtypes", "bf16", "--overlap", "64K"], tmp_path, PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,6 +31,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_from_another_directory_with_a_checkpoint(tmp_path, checkpoint):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(SCRIPT), "--base_dir", ".", "--dtype", "bf16", "--repeat", "10", "--mode", "eager"]

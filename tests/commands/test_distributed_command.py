@@ -85,6 +85,7 @@ def test_sigterm_saves_and_says_how_to_go_on(stopped):
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_torchrun_goes_on_with_it_and_every_rank_has_its_row(stopped, place, capsys):
     _, _, folder = stopped
     done = call(place, [*TORCHRUN, "--resume", str(folder)])

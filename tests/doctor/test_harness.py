@@ -12,6 +12,7 @@ from hyperion.measure.planted_faults import FaultResult
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_faults_are_caught_here_and_the_exit_code_is_0():
     done = CliRunner().invoke(app, ["doctor", "--harness"])
     shown = re.sub(r"[\s│┃]+", " ", done.output)

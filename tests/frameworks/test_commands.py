@@ -378,6 +378,7 @@ def kill_a_rank_after_its_first_step(runner: int, events: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_sigterm_ends_the_runner_and_not_only_the_framework_that_trains(tmp_path):
     """A batch system sends it. A folder that a killed runner left is removed, and one that another runner uses is not."""
     (tmp_path / ".work-of-a-dead-runner").mkdir()

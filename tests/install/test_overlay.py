@@ -189,6 +189,7 @@ def test_packages_of_single_rows_are_added_if_pip_can_get_them_and_named_once_ot
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_packages_of_single_rows_that_exclude_each_other_do_not_stop_the_set_up(site_python, offline, small_checkout, capsys):
     text = (small_checkout / "pyproject.toml").read_text()
     (small_checkout / "pyproject.toml").write_text(text + "inference = ['tinynet>=1', 'tinyquant>=1']\n")

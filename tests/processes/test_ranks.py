@@ -106,6 +106,7 @@ def test_the_environment_reaches_every_rank_without_torchruns_variables_of_the_l
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_a_thread_that_needs_the_interpreter_at_the_end_costs_no_answer_and_no_output(tmp_path):
     """The interpreter of a rank is not finalized: a thread of gloo that needs it then would abort the process."""
     logs = tmp_path / "logs"

@@ -184,6 +184,7 @@ def summary_of(text: str, stem: str) -> str:
 
 @pytest.mark.book
 @pytest.mark.process
+@pytest.mark.long
 def test_a_claim_that_does_not_hold_lets_the_book_go_on_and_is_measured_anew_by_the_next_call(root):
     phase = root / "phase1_hardware"
     claim = "chapter.expect(again or counting.rows[0].value > 8, f'only {counting.rows[0].value} counted')"
@@ -206,7 +207,7 @@ def test_a_claim_that_does_not_hold_lets_the_book_go_on_and_is_measured_anew_by_
 
 @pytest.mark.book
 @pytest.mark.process
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_row_that_fails_its_check_keeps_the_others_and_is_measured_anew_by_the_next_call(root, isolated):
     phase = root / "phase1_hardware"
     here = "chapters.run_isolated = measure\ncounting = chapter.run('counting')"  # no process of its own: it is made up here
@@ -253,7 +254,7 @@ def test_an_experiment_that_fails_after_a_refused_row_is_a_failure(root):
 
 @pytest.mark.book
 @pytest.mark.process
-@pytest.mark.parametrize("value", ["1", "2"])
+@pytest.mark.parametrize("value", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_checks_do_not_depend_on_PYTHONOPTIMIZE(root, monkeypatch, value):
     monkeypatch.setenv("PYTHONOPTIMIZE", value)
     phase = root / "phase1_hardware"
@@ -298,7 +299,7 @@ child.wait()
 
 @pytest.mark.book
 @pytest.mark.process
-@pytest.mark.parametrize("how", ENDLESS)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.long] * (how != "has a child")) for how in ENDLESS])
 def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_finished_rows(root, how, monkeypatch):
     monkeypatch.setattr("hyperion.reproduce.kernels.GRACE_S", 1.0)
     phase = root / "phase1_hardware"
@@ -320,6 +321,7 @@ def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_fini
 
 @pytest.mark.book
 @pytest.mark.process
+@pytest.mark.long
 def test_a_notebook_has_a_limit_too_and_one_that_keeps_to_both_is_done(root):
     cells = [recording("01_first"), *["import time\ntime.sleep(1.5)"] * 4]
     write_notebook(root / "phase1_hardware", "01_first", cells)
@@ -330,7 +332,7 @@ def test_a_notebook_has_a_limit_too_and_one_that_keeps_to_both_is_done(root):
 
 @pytest.mark.book
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["computes", "sleeps"])
+@pytest.mark.parametrize("how", ["computes", pytest.param("sleeps", marks=pytest.mark.long)])
 def test_the_time_budget_interrupts_a_cell(root, how):
     write_notebook(root / "phase1_hardware", "01_first", [recording("01_first"), ENDLESS[how]], time_budget_s={"smoke": 0.1})
     started = time.monotonic()

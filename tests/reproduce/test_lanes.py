@@ -138,7 +138,7 @@ def test_a_failure_beside_another_notebook_leaves_that_one_alone(root):
 @pytest.mark.book
 @pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGINT, 130)])
 def test_a_signal_ends_all_that_run_and_the_next_call_goes_on(root, number, code):
     phase = root / "phase1_hardware"
     waiting = "import os, time\nfrom pathlib import Path\nprint('BANNER', os.getpid(), flush=True)\n"

@@ -85,6 +85,7 @@ def test_only_linear_layers_of_blocks_are_replaced_and_parameters_keep_names_and
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_learns_in_it_as_in_bf16():
     ids = torch.randint(19, (4, 17))
     losses = {}

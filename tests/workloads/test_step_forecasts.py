@@ -94,6 +94,7 @@ def test_warm_products_and_other_experiments_are_no_ceilings(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_steps_of_the_reference_h200s_are_foretold_within_a_fifth_in_the_median(tmp_path, monkeypatch):
     on("H200", monkeypatch)
     rows = Run.open(reference_folder() / "h200x2").rows()

@@ -72,6 +72,7 @@ def test_a_clock_that_does_not_wait_reads_less_than_one_that_does():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_table_has_every_precaution_and_rates_that_fit_its_times():
     table = broken_benchmarks(CPU, elements=1 << 16, rounds=2).set_index("left out")
     assert list(table.index) == ["nothing", *PRECAUTIONS]

@@ -110,6 +110,7 @@ def test_the_only_waterfall_of_a_cpu_names_the_formats_that_have_none(cpu_materi
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_pictures_are_the_same_each_time(gpu):
     for name in ("model_products", "products_roofline", "gemm_gap"):
         first = draw(name, gpu)

@@ -13,6 +13,7 @@ from tests.measure import collective_ranks
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_a_hung_rank(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")

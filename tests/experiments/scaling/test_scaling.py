@@ -53,6 +53,7 @@ def result(ranks_stay, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
+@pytest.mark.long
 def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result):
     exposed = [row for row in result.rows if row.params.get("what") == EXPOSED]
     assert {(row.variant, row.params["mode"]) for row in exposed} == {(name, mode) for name in NAMES for mode in MODES}

@@ -124,6 +124,7 @@ def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_a_compared_backend_answers_some_of_the_requests_and_its_growth_has_no_bound(toy, tmp_path):
     toy(gap_s=0.01, work_s=0.003, ballast_bytes=1 << 20)
     options = SOAK | {"compared_backend": "other", "compared_requests": 30, "long_tokens": 30}
@@ -145,6 +146,7 @@ def test_a_compared_backend_answers_some_of_the_requests_and_its_growth_has_no_b
     assert [forecast.params["backend"] for forecast in predicted] == ["toy", "toy", "other", "other"]
 
 
+@pytest.mark.long
 def test_a_backend_for_comparison_that_does_not_start_costs_no_row_of_the_other(toy, tmp_path, monkeypatch):
     toy(gap_s=0.01, work_s=0.003)
     monkeypatch.setitem(BACKENDS, "other", dataclasses.replace(BACKENDS["other"], module="no_such_module"))

@@ -18,6 +18,7 @@ def context(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_the_sweep_ends_in_a_row_for_the_batch_that_was_refused(context, tmp_path):
     result = experiment.run(context, lambda done, total, note: None)
     run = Run.create(tmp_path / "run", {})

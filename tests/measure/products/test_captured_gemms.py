@@ -256,6 +256,7 @@ def test_the_products_of_a_layer_are_timed_here(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_time_only_the_largest_product_is_timed():
     a, b = product(64, 64, 64), product(8, 8, 8)
     found, left_out = measured_taf(CapturedGemms({b: 1, a: 1}, {}), time_limit_s=0.0)
@@ -264,6 +265,7 @@ def test_without_time_only_the_largest_product_is_timed():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_format_that_the_device_lacks_is_left_out_with_the_reason():
     a, b = product(64, 64, 64), Product("matmul", 1, 8, 8, 8, "tf32", "NN", 768)
     # However little time there is: what cannot be timed takes none, and no other product's turn.
