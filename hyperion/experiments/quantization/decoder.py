@@ -116,7 +116,7 @@ class StaticDecoder:
         # Inductor turns a matrix-vector product into a reduction and fuses the surrounding operations into it.
         parts: list[Any] = [_enter, DecodeBlock.forward, _leave]
         if mode == COMPILED:
-            options = {"coordinate_descent_tuning": True}
+            options: dict[str, Any] = {"coordinate_descent_tuning": True}
             parts = [torch.compile(part, fullgraph=True, dynamic=False, options=options) for part in parts]
         self._enter, self._forward, self._leave = parts
         where = {"device": device.torch_device, "dtype": torch.int64}
