@@ -39,9 +39,9 @@ def metrics_of(rows: Iterable[Row]) -> list[str]:
 def prediction_error(row: Row) -> float | None:
     """Return the relative error of the prediction, which is positive if the prediction exceeds the value.
 
-    Return None without a value or a prediction.
+    Return None without a value or a prediction, or if one of them is 0: an error relative to 0 says nothing.
     """
-    if row.value in (None, 0) or row.predicted is None:
+    if not row.value or not row.predicted:
         return None
     return row.predicted / row.value - 1
 

@@ -96,6 +96,7 @@ def test_every_row_is_in_some_table(material, cpu_material):
 def test_prediction_error_is_signed(material):
     row = next(r for r in material.of("text_pipeline") if r.metric == "share")
     assert prediction_error(row) == pytest.approx(0.45 / 0.37 - 1)
+    assert prediction_error(replace(row, predicted=0.0)) is None is prediction_error(replace(row, value=0.0))
 
 
 def test_markup_in_cells_is_escaped(material):
