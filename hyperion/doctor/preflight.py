@@ -11,9 +11,9 @@ from hyperion.doctor.probes import package_version
 from hyperion.doctor.state import State
 from hyperion.engines.environments import ENVIRONMENTS, install_command, installed_versions
 from hyperion.errors import HyperionError
-from hyperion.install.advice import CUDA_OF_PYPI, least_nvidia_driver, oldest_nvidia_driver
+from hyperion.install.advice import least_nvidia_driver, oldest_nvidia_driver
 from hyperion.install.machine import decide
-from hyperion.install.plan import MINIMUM_PYTHON, MINIMUM_TORCH
+from hyperion.install.plan import CUDA_OF_PYPI, MINIMUM_PYTHON, MINIMUM_TORCH, older_cuda_wheel
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,11 @@ def _rocm(state: State, least: tuple[int, ...]) -> Need:
 
 
 def _nvidia(state: State) -> Need:
-    # A build without CUDA is replaced by a wheel from PyPI before the workload runs.
-    cuda = (state.build.cuda if state.build else None) or str(CUDA_OF_PYPI)
-    driver, least = state.kernel.nvidia_driver, least_nvidia_driver(cuda)
+    driver = state.kernel.nvidia_driver
+    # `make setup` replaces a build without CUDA before the workload runs.
+    older = older_cuda_wheel(driver or "")
+    cuda = (state.build.cuda if state.build else None) or (older["cuda"] if older else str(CUDA_OF_PYPI))
+    least = least_nvidia_driver(cuda)
     needed = f"{least} for CUDA {cuda}" if least else f"unknown for CUDA {cuda}"
     if driver is None:
         return Need("NVIDIA driver", "no NVIDIA GPU", needed, "skip")

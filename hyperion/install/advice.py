@@ -3,12 +3,9 @@
 The recommendation depends on the driver, the GPU, and a dated table of the GPUs that vendors support.
 """
 
-import functools
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from hyperion.errors import HyperionError
@@ -16,6 +13,7 @@ from hyperion.install.machine import ROCM_WHEEL_ARCHS, KernelFacts, decide
 from hyperion.install.plan import (
     CPU_INDEX,
     CUDA_INDEX,
+    CUDA_OF_PYPI,
     MINIMUM_PYTHON,
     MINIMUM_TORCH,
     ROCM_INDEX,
@@ -23,9 +21,11 @@ from hyperion.install.plan import (
     TORCH,
     TORCHVISION,
     choose,
+    newest_cuda,
+    older_cuda_wheel,
+    support_tables,
 )
 
-CUDA_OF_PYPI = 13  # CUDA major version of the torch 2.13 wheels on PyPI
 _CONDA = "PyTorch itself publishes no conda packages since 2.6 (pytorch/pytorch issue 138506)"
 
 
@@ -92,20 +92,15 @@ class TrainingImage:
         return _version(self.python) >= MINIMUM_PYTHON and _version(self.torch) >= MINIMUM_TORCH
 
 
-@functools.cache
-def _tables() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("support.toml").read_text(encoding="utf-8"))
-
-
 def oldest_nvidia_driver() -> int:
     """Return the oldest driver for which the table names a version of CUDA."""
-    return min(entry["driver"] for entry in _tables()["cuda"]["drivers"])
+    return min(entry["driver"] for entry in support_tables()["cuda"]["drivers"])
 
 
 def support_of(arch: str) -> Support:
     """Return what AMD states about an architecture. An architecture that the table does not list is 'unknown'."""
     wheel = arch in ROCM_WHEEL_ARCHS
-    for table in _tables()["amd"]:
+    for table in support_tables()["amd"]:
         for entry in table["archs"]:
             if entry["arch"] == arch:
                 evidence = f"{entry['products']}: ROCm {table['rocm']}, {table['source']}, {table['date']}"
@@ -115,7 +110,7 @@ def support_of(arch: str) -> Support:
 
 def training_images(archs: Iterable[str]) -> list[TrainingImage]:
     """Return the images that a vendor documents for training on one of these architectures."""
-    images = [TrainingImage(**entry) for entry in _tables()["image"]]
+    images = [TrainingImage(**entry) for entry in support_tables()["image"]]
     return [image for image in images if set(image.archs) & set(archs)]
 
 
@@ -186,7 +181,7 @@ def _advise_amd(facts: KernelFacts) -> list[Way]:
 def least_nvidia_driver(cuda: str) -> int | None:
     """Return the least driver of a version of CUDA, such as 580 for "13.0", or None if the table does not contain it."""
     major = int(cuda.split(".")[0])
-    return next((entry["driver"] for entry in _tables()["cuda"]["drivers"] if entry["major"] == major), None)
+    return next((entry["driver"] for entry in support_tables()["cuda"]["drivers"] if entry["major"] == major), None)
 
 
 def _advise_nvidia(facts: KernelFacts, note: str) -> list[Way]:
@@ -202,30 +197,30 @@ def _advise_nvidia(facts: KernelFacts, note: str) -> list[Way]:
 
 def _cuda_wheel(driver: str) -> Way:
     """Return the advice about PyTorch's wheels for a version of the NVIDIA driver, which is "" if it is unknown."""
-    match = re.match(r"\d+", driver)
-    if match is None:
+    if not driver:
         return Way("wheel", "unknown", "", "the version of the NVIDIA driver is unknown")
-    table = _tables()["cuda"]
-    major = next((entry["major"] for entry in table["drivers"] if int(match[0]) >= entry["driver"]), None)
+    major = newest_cuda(driver)
     if major is None:
         why = f"driver {driver} is older than {oldest_nvidia_driver()}, the least for CUDA 12: update it"
         return Way("wheel", "impossible", "", why)
+    table = support_tables()["cuda"]
     why = f"driver {driver} runs CUDA {major}.x ({table['source']}, {table['date']})"
-    if major == CUDA_OF_PYPI:
+    older = older_cuda_wheel(driver)
+    if older is None:
         return Way("wheel", "recommended", f"pip install torch=={TORCH} torchvision=={TORCHVISION}", why)
     why += f"; the wheels on PyPI need CUDA {CUDA_OF_PYPI}, so update the driver, or use PyTorch's index for CUDA {major}"
-    return _older_cuda_wheel(major, why)
+    return _older_cuda_way(older, why)
 
 
-def _older_cuda_wheel(major: int, why: str) -> Way:
+def _older_cuda_way(wheel: dict[str, Any], why: str) -> Way:
     """Return the advice about the wheels for a CUDA that is older than that of the wheels on PyPI.
 
     Args:
-        major: major version of CUDA.
+        wheel: entry of the table.
         why: reason for these wheels.
     """
-    wheel = next(entry for entry in _tables()["cuda_wheel"] if entry["cuda"].startswith(f"{major}."))
-    index = CUDA_INDEX.format(major=major, minor=wheel["cuda"].split(".")[1])
+    major, minor = wheel["cuda"].split(".")
+    index = CUDA_INDEX.format(major=major, minor=minor)
     stated = f"{wheel['source']}, {wheel['date']}"
     if ".".join(TORCH.split(".")[:2]) not in wheel["releases"]:
         why += f": whether {index} contains torch {TORCH} is unknown, so look there for its newest version ({stated})"

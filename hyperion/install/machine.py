@@ -51,6 +51,7 @@ class DetectedAccelerator:
     kind: str  # rocm | cuda | cpu
     evidence: str
     rocm_version: tuple[int, int] | None = None
+    nvidia_driver: str | None = None  # "" if its version is unknown
     note: str | None = None  # remark for the user, for example that a GPU of another vendor is also present
     problem: str | None = None  # reason why the GPU of the machine cannot be used
     remedy: str | None = None  # how to solve the problem
@@ -130,7 +131,8 @@ def decide(facts: KernelFacts) -> DetectedAccelerator:
     usable = sorted({arch for arch in facts.amd_archs if arch in ROCM_WHEEL_ARCHS})
     if facts.nvidia_driver is not None:
         note = f"there is also an AMD GPU ({', '.join(usable)}): TORCH=rocm chooses it" if usable else None
-        return DetectedAccelerator("cuda", f"NVIDIA driver {facts.nvidia_driver or 'loaded'}".strip(), note=note)
+        evidence = f"NVIDIA driver {facts.nvidia_driver or 'loaded'}"
+        return DetectedAccelerator("cuda", evidence, nvidia_driver=facts.nvidia_driver, note=note)
     if usable:
         return _decide_amd(facts, f"{len(facts.amd_archs)} AMD GPU(s), {', '.join(usable)}")
     note = None

@@ -1,12 +1,17 @@
 """Choose the torch build to install and its package index, and check whether an installed build matches the machine.
 
-Only this file contains PyTorch's package indexes and the pinned versions of torch and torchvision.
+Only this file contains PyTorch's package indexes and the pinned versions of torch and torchvision. The table support.toml states
+which NVIDIA driver runs which CUDA, and for which CUDA there are wheels.
 """
 
+import functools
 import platform
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hyperion.errors import HyperionError
 from hyperion.install.machine import DetectedAccelerator
@@ -15,6 +20,7 @@ TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
 CUDA_INDEX = "https://download.pytorch.org/whl/cu{major}{minor}"  # the wheels for the newest CUDA are on PyPI, too
+CUDA_OF_PYPI = 13  # CUDA major version of the torch 2.13 wheels on PyPI
 # Versions of (torch, torchvision) by ROCm version. A wheel contains its own ROCm libraries, which work with amdgpu drivers that
 # are up to about one year older or newer (AMD's user and kernel-space support matrix). Among the wheels with the major version of
 # the machine's ROCm, the newest one that is not newer is chosen, else the oldest one. If there is no such wheel, the newest older
@@ -28,7 +34,7 @@ class Choice:
     """The chosen torch build. Machines with equal choices can share an environment."""
 
     kind: str  # cpu | cuda | rocm
-    version: tuple[int, int] | None = None  # version of ROCm; version of CUDA only if TORCH= contains it
+    version: tuple[int, int] | None = None  # version of ROCm or CUDA; None on CUDA means the wheels on PyPI
     explicit: bool = False  # whether the user requested the build with TORCH=
     staged: bool = False  # whether TORCH= contains a version: the environment is then for another machine with such a GPU
 
@@ -90,8 +96,7 @@ def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
     if not override:
         if machine.problem:
             raise HyperionError(machine.problem, where=machine.evidence, next_step=machine.remedy)
-        version = _wheel_for(machine.rocm_version) if machine.kind == "rocm" else None
-        return Choice(machine.kind, version)
+        return Choice(machine.kind, _version_for(machine, machine.kind))
     match = re.fullmatch(r"(cpu|cuda|rocm)(?:(\d+)\.(\d+))?", override)
     if not match or (match[1] == "cpu" and match[2]):
         raise HyperionError(
@@ -104,6 +109,13 @@ def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
             f"there is no known wheel for ROCm {match[2]}.{match[3]}",
             where=f"TORCH={override}",
             next_step="use one of TORCH=" + ", ".join(f"rocm{major}.{minor}" for major, minor in ROCM_WHEELS),
+        )
+    older_cudas = [entry["cuda"] for entry in support_tables()["cuda_wheel"]]
+    if kind == "cuda" and version and version[0] != CUDA_OF_PYPI and f"{match[2]}.{match[3]}" not in older_cudas:
+        raise HyperionError(
+            f"there is no known wheel for CUDA {match[2]}.{match[3]}",
+            where=f"TORCH={override}",
+            next_step="use one of TORCH=" + ", ".join(f"cuda{cuda}" for cuda in (f"{CUDA_OF_PYPI}.0", *older_cudas)),
         )
     if kind == "cpu" or version:
         return Choice(kind, version, explicit=True, staged=version is not None)
@@ -123,10 +135,54 @@ def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
         )
     if machine.problem:
         raise HyperionError(machine.problem, where=machine.evidence, next_step=machine.remedy)
-    return Choice(kind, _wheel_for(machine.rocm_version) if kind == "rocm" else None, explicit=True)
+    return Choice(kind, _version_for(machine, kind), explicit=True)
 
 
-def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
+def _version_for(machine: DetectedAccelerator, kind: str) -> tuple[int, int] | None:
+    """Return the version of ROCm or CUDA of the torch wheels for this machine. None on CUDA means the wheels on PyPI."""
+    if kind == "rocm":
+        return _rocm_wheel_for(machine.rocm_version)
+    wheel = older_cuda_wheel(machine.nvidia_driver or "") if kind == "cuda" else None
+    return _two_parts(wheel["cuda"]) if wheel and _two_parts(TORCH) in map(_two_parts, wheel["releases"]) else None
+
+
+def _two_parts(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def support_tables() -> dict[str, Any]:
+    """Return the content of support.toml."""
+    return tomllib.loads(Path(__file__).with_name("support.toml").read_text(encoding="utf-8"))
+
+
+def newest_cuda(driver: str) -> int | None:
+    """Return the newest major version of CUDA that runs with an NVIDIA driver, or None if the table contains none.
+
+    Args:
+        driver: version of the driver, such as "580.159.04".
+    """
+    major = int(driver.split(".")[0])
+    return next((entry["major"] for entry in support_tables()["cuda"]["drivers"] if major >= entry["driver"]), None)
+
+
+def older_cuda_wheel(driver: str) -> dict[str, Any] | None:
+    """Return the wheels for an NVIDIA driver on which the wheels on PyPI do not run, as an entry of the table.
+
+    Args:
+        driver: version of the driver, or "" if it is unknown.
+
+    Returns:
+        The entry, or None if the driver runs the wheels on PyPI, is unknown, or is too old for all wheels.
+    """
+    cuda = newest_cuda(driver) if driver else None
+    if cuda is None or cuda == CUDA_OF_PYPI:
+        return None
+    return next((entry for entry in support_tables()["cuda_wheel"] if entry["cuda"].startswith(f"{cuda}.")), None)
+
+
+def _rocm_wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
     """Return the ROCm version of the torch wheel that fits this machine.
 
     If the ROCm version of the machine is unknown, return the ROCm version of the newest wheel.
@@ -165,6 +221,9 @@ def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) ->
         index = ROCM_INDEX.format(major=major, minor=minor)
         return Packages((f"torch=={torch}", f"torchvision=={torchvision}"), index, f"ROCm {major}.{minor} wheels")
     requirements = (f"torch=={TORCH}", f"torchvision=={TORCHVISION}")
+    if choice.kind == "cuda" and choice.version and choice.version[0] != CUDA_OF_PYPI:
+        major, minor = choice.version
+        return Packages(requirements, CUDA_INDEX.format(major=major, minor=minor), f"CUDA {major}.{minor} wheels")
     if choice.kind == "cuda":
         return Packages(requirements, None, "pip's own configuration, whose torch for Linux is a CUDA build")
     if platform.system() != "Linux" or is_cpu_build(resolve(requirements[:1])):

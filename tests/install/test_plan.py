@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA, ROCM = Build("2.13.0+cpu"), Build("2.13.0", cuda="13.0"), Build("2.13.0+rocm7.2", hip="7.2.53211")
 NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
 AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
-NVIDIA = DetectedAccelerator("cuda", "NVIDIA driver 580.159.04")
+NVIDIA = DetectedAccelerator("cuda", "NVIDIA driver 580.159.04", nvidia_driver="580.159.04")
 
 
 def report(version: str, needs: list[str] | None = None) -> dict:
@@ -56,6 +56,40 @@ def test_gpu_plans_ask_pip_nothing():
     assert plan_packages(Choice("cuda"), refuse).index is None
     rocm = plan_packages(Choice("rocm", (6, 4)), refuse)
     assert rocm.index.endswith("/rocm6.4") and rocm.requirements == ("torch==2.9.1", "torchvision==0.24.1")
+
+
+@pytest.mark.parametrize(
+    ("driver", "label", "index"),
+    [
+        ("580.65.06", "cuda", None),
+        ("600.1", "cuda", None),
+        ("579.99", "cuda12.6", plan.CUDA_INDEX.format(major=12, minor=6)),
+        ("525.60.13", "cuda12.6", plan.CUDA_INDEX.format(major=12, minor=6)),
+        ("524.99", "cuda", None),  # no wheel runs with it, unless a container brings a newer CUDA driver library
+        ("", "cuda", None),
+        (None, "cuda", None),
+    ],
+)
+@pytest.mark.parametrize("override", ["", "cuda"])
+def test_an_older_nvidia_driver_gets_the_wheels_of_an_older_cuda(driver, label, index, override):
+    choice = choose(replace(NVIDIA, nvidia_driver=driver), override)
+    assert choice.label == label and not choice.staged
+    packages = plan_packages(choice, lambda wanted: {})
+    assert packages.requirements == (f"torch=={plan.TORCH}", f"torchvision=={plan.TORCHVISION}")
+    assert packages.index == index
+
+
+def test_wheels_of_an_older_cuda_are_chosen_only_for_the_releases_that_have_them(monkeypatch):
+    monkeypatch.setattr(plan, "TORCH", "2.99.0")
+    assert choose(replace(NVIDIA, nvidia_driver="550.90")).version is None
+
+
+def test_a_staged_build_for_an_older_cuda_comes_from_its_index():
+    assert plan_packages(choose(NO_GPU, "cuda12.6"), lambda wanted: {}).index.endswith("/cu126")
+    assert plan_packages(choose(NO_GPU, "cuda13.0"), lambda wanted: {}).index is None
+    with pytest.raises(HyperionError, match=r"no known wheel for CUDA 12\.8") as caught:
+        choose(NO_GPU, "cuda12.8")
+    assert "TORCH=cuda13.0, cuda12.6" in caught.value.next_step
 
 
 @pytest.mark.parametrize(
