@@ -322,9 +322,10 @@ def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: flo
     """
     chosen = list(chosen)
     schedule, items = _Schedule(chosen), {}
+    processes = [IsolatedProcess(timeout_s, _prepare) for _ in range(workers)]
 
-    def work() -> None:
-        with IsolatedProcess(timeout_s, _prepare) as worker:
+    def work(process: IsolatedProcess) -> None:
+        with process as worker:
             while (component := schedule.take()) is not None:
                 cause = ""
                 try:
@@ -333,8 +334,14 @@ def run_components(chosen: Iterable[Component], workers: int = 2, timeout_s: flo
                     schedule.finish(component, cause)
 
     with ThreadPoolExecutor(workers) as threads:
-        for future in [threads.submit(work) for _ in range(workers)]:
-            future.result()
+        try:
+            for future in [threads.submit(work, process) for process in processes]:
+                future.result()
+        except BaseException:  # KeyboardInterrupt, for example: the threads would test all other components first
+            schedule.stop()
+            for process in processes:
+                process.interrupt()
+            raise
     return [item for component in chosen for item in items[id(component)]]
 
 
@@ -345,6 +352,12 @@ class _Schedule:
         self._waiting = sorted(chosen, key=lambda component: LAYERS.index(component.layer))
         self._unfinished = Counter(component.name for component in chosen)
         self._running, self._causes, self._changed = 0, {}, threading.Condition()
+
+    def stop(self) -> None:
+        """Drop the components that wait."""
+        with self._changed:
+            self._waiting.clear()
+            self._changed.notify_all()
 
     def take(self) -> Component | None:
         """Return the next component whose needs are finished, or None at the end. Wait while there is none."""

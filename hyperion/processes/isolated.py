@@ -1,12 +1,15 @@
 """Run functions in a separate process. After a crash or a timeout, a new process replaces it."""
 
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +30,7 @@ class IsolatedProcess:
 
     The process is started at the first call, and again after a crash or a timeout. Its output goes to a file, because some
     packages print while they are imported. The separate process ends when the process that started it ends, even if the latter is
-    killed.
+    killed. Ctrl-C interrupts only the latter, which then kills the separate process.
 
     Args:
         timeout_s: time limit of each function in seconds. The time for starting the process is not included.
@@ -43,9 +46,12 @@ class IsolatedProcess:
     def __enter__(self) -> "IsolatedProcess":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error) -> None:
         if self._pool is not None:
-            self._pool.shutdown()
+            if kind is None:
+                self._pool.shutdown()
+            else:  # for example KeyboardInterrupt, during a function that may take long
+                self._kill()
         self._folder.cleanup()
 
     def run(self, function: Callable[[], Value]) -> Value:
@@ -71,9 +77,20 @@ class IsolatedProcess:
             self._pool = ProcessPoolExecutor(1, context, _start, (str(self._log), os.getpid(), self._prepare))
             self._result(int, _START_S, "the process was not ready")
 
+    def interrupt(self) -> None:
+        """Kill the process. A function that runs in it then raises IsolatedError. Another thread may call this."""
+        for process in self._processes():
+            process.kill()
+
+    def _processes(self) -> list[BaseProcess]:
+        pool = self._pool
+        # The pool has no public attribute for its processes.
+        return [] if pool is None else list((pool._processes or {}).values())
+
     def _result(self, function: Callable[[], Value], limit_s: float, late: str) -> Value:
         assert self._pool is not None
-        future = self._pool.submit(function)
+        with _interrupts_blocked():  # the first call starts the process
+            future = self._pool.submit(function)
         # `result(timeout=…)` would not distinguish its own TimeoutError from one that the function raises.
         if wait([future], limit_s).done:
             try:
@@ -86,15 +103,26 @@ class IsolatedProcess:
         raise IsolatedError(what, next_step="call the function in a process of its own to see its whole output")
 
     def _kill(self) -> None:
-        # Kill the process first, because a function that hangs never returns. The pool has no public attribute for its processes.
         assert self._pool is not None
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()
+        self.interrupt()  # first, because a function that hangs never returns
         self._pool.shutdown(cancel_futures=True)
         self._pool = None
 
     def _last_output(self) -> str:
         return self._log.read_text(errors="replace").strip()[-300:] if self._log.is_file() else ""
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Context manager that blocks SIGINT. Processes that are started meanwhile inherit this.
+
+    Otherwise Ctrl-C would interrupt their imports, with a traceback for each.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(log: str, parent: int, prepare: Callable[[], object] | None) -> None:

@@ -1,8 +1,12 @@
 """The report of the doctor: its schema, its exit code, the isolation of its tests, and one real run with everything in it."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +27,7 @@ from hyperion.hardware.facts import TRITON_PACKAGES
 from hyperion.install.plan import Build
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
 from tests.hardware.machines import facts, gpu
+from tests.processes.waiting import wait_for
 
 # Rules that are newer than docs/doctor-h100x2.json.
 NEWER_RULES = {"harmful_variables"}
@@ -126,6 +131,39 @@ def test_a_component_starts_after_all_that_it_needs_have_ended(monkeypatch):
     ]
     run_components(made, workers=3)
     assert ended == ["disk", "torch", "nccl"]
+
+
+def begin_and_hang(folder: str) -> CheckResult:
+    (Path(folder) / "began").touch()
+    time.sleep(600)
+    return fine()
+
+
+def leave_a_file(folder: str) -> CheckResult:
+    (Path(folder) / "next").touch()
+    return fine()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ctrl_c_ends_the_running_test_and_starts_no_other(tmp_path):
+    code = f"""
+import functools, sys
+from tests.doctor.test_report import *
+tests = {{"first": begin_and_hang, "second": leave_a_file}}
+checks = {{name: Check("a test", functools.partial(run, {str(tmp_path)!r})) for name, run in tests.items()}}
+made = [Component("model", name, {{"import": check}}) for name, check in checks.items()]
+try:
+    run_components(made, workers=1)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    root = Path(__file__).parents[2]
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert wait_for(lambda: caller.poll() is not None or (tmp_path / "began").exists())
+    os.killpg(caller.pid, signal.SIGINT)
+    assert caller.communicate(timeout=180) == (None, "") and caller.returncode == 130
+    assert [file.name for file in tmp_path.iterdir()] == ["began"]
 
 
 def test_components_that_need_each_other_are_refused(monkeypatch):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from hyperion.processes import isolated as isolated_module
+from hyperion.processes.child_process import has_ended
 from hyperion.processes.isolated import IsolatedError, IsolatedProcess
+from tests.processes.waiting import wait_for
 
 pytestmark = pytest.mark.process
 
@@ -55,8 +57,8 @@ def test_a_process_that_is_never_ready_is_killed(monkeypatch):
     assert time.monotonic() - begin < 60  # `hang` takes 600 s
 
 
-def test_results_and_errors_come_back_and_the_process_is_replaced_after_a_crash_and_a_timeout(capfd):
-    with IsolatedProcess(timeout_s=1) as isolated:
+def test_results_and_errors_come_back_and_the_process_is_replaced_after_a_crash_and_a_timeout(capfd, monkeypatch):
+    with IsolatedProcess(timeout_s=60) as isolated:
         first = isolated.run(os.getpid)
         assert first != os.getpid()
         with pytest.raises(KeyError, match="libamd_smi"):
@@ -65,7 +67,8 @@ def test_results_and_errors_come_back_and_the_process_is_replaced_after_a_crash_
         with pytest.raises(IsolatedError, match="crashed; its last output: (?s:.*)the last words"):
             isolated.run(crash)
         second = isolated.run(os.getpid)
-        with pytest.raises(IsolatedError, match="within 1 s"):
+        with monkeypatch.context() as patch, pytest.raises(IsolatedError, match="within 1 s"):
+            patch.setattr(isolated, "_timeout_s", 1.0)
             isolated.run(hang)
         assert len({first, second, isolated.run(os.getpid)}) == 3
     assert not Path(f"/proc/{second}").exists()
@@ -87,6 +90,27 @@ def test_the_process_ends_with_a_parent_that_was_killed(tmp_path):
     process = Path("/proc", file.read_text(), "stat")
     while process.exists() and process.read_text().rpartition(") ")[2][0] != "Z":  # the test times out if the process stays
         time.sleep(0.05)
+
+
+def blocked_signals() -> set[int]:
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_ctrl_c_interrupts_only_the_caller_and_ends_a_function_that_takes_long(tmp_path):
+    with IsolatedProcess(60) as isolated:
+        assert signal.SIGINT in isolated.run(blocked_signals) and signal.SIGINT not in blocked_signals()
+    file = tmp_path / "pid"
+    code = (
+        "import sys\nfrom hyperion.processes.isolated import IsolatedProcess\nfrom tests.processes.test_isolated import *\n"
+        f"try:\n    with IsolatedProcess(600) as isolated: isolated.run(partial(hang, {str(file)!r}))\n"
+        "except KeyboardInterrupt: sys.exit(130)"
+    )
+    arguments = [sys.executable, "-c", code]
+    caller = subprocess.Popen(arguments, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert wait_for(lambda: caller.poll() is not None or (file.exists() and file.read_text()))
+    os.killpg(caller.pid, signal.SIGINT)
+    assert caller.communicate(timeout=120) == (None, "") and caller.returncode == 130
+    assert wait_for(lambda: has_ended(int(file.read_text())))
 
 
 def test_partial_functions_are_accepted():
