@@ -208,7 +208,7 @@ def tables_of(
     """Return the tables of an experiment as pairs (caption, table).
 
     Epoch rows are in the first table, and phase rows in the second. Each metric of the other rows has its own table, or several
-    tables if its rows do not all have the same params.
+    tables if its rows do not all have the same params. The rows of tables without any value or check are combined in the last table.
 
     Args:
         steadiness, prediction: see `metric_table`.
@@ -223,12 +223,34 @@ def tables_of(
     for row in rows:
         if "epoch" not in row.params and not {"phase", "part"} <= row.params.keys():
             groups.setdefault((row.metric, *sorted(row.params)), []).append(row)
-    order = metrics_of(rows)
+    order, missing = metrics_of(rows), []
     for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
+        if all(row.value is None and not row.check for row in chosen):
+            missing += chosen
+            continue
         shared = shared_identity(chosen)
         caption = f"{metric}: {chosen[0].definition.meaning}" + (f" ({shared})" if shared else "")
         tables.append((caption + _caveat(chosen, image_caveat), metric_table(chosen, metric, steadiness, prediction)))
-    return tables
+    return [*tables, ("Not measured", _missing_table(missing))] if missing else tables
+
+
+def _missing_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return rows without a value as a table. It has one line for each variant, dtype and reason, with the metrics."""
+    metrics: dict[tuple, list[str]] = {}
+    for row in rows:
+        metrics.setdefault((row.variant, row.dtype, row.value_reason), []).append(row.metric)
+    lines = [
+        {
+            "variant": variant,
+            "dtype": dtype,
+            "metrics": ", ".join(dict.fromkeys(names)),
+            "rows": str(len(names)),
+            "reason": reason,
+        }
+        for (variant, dtype, reason), names in metrics.items()
+    ]
+    table = pd.DataFrame(lines)
+    return table if table["dtype"].any() else table.drop(columns="dtype")
 
 
 def _caveat(rows: Iterable[Row], image_caveat: str) -> str:

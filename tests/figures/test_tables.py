@@ -85,12 +85,37 @@ def test_every_row_is_in_some_table(material, cpu_material):
     for source in (material, cpu_material):
         for _, experiment in source.experiments:
             rows = source.of(experiment)
-            lines = sum(len(table) for _, table in tables_of(rows))
+            tables = [table for _, table in tables_of(rows)]
+            lines = sum(table["rows"].astype(int).sum() if "reason" in table else len(table) for table in tables)
             epochs = {(r.variant, r.params["epoch"], r.rank) for r in rows if "epoch" in r.params}
             phased = [r for r in rows if {"phase", "part"} <= r.params.keys()]
             phases = {(r.variant, r.dtype, r.params["phase"]) for r in phased}
             others = [r for r in rows if "epoch" not in r.params and r not in phased]
             assert lines == len(epochs) + len(phases) + len(others)
+
+
+def test_rows_of_tables_without_any_value_are_combined_and_no_other():
+    def row(variant, metric, reason="", **params) -> Row:
+        value = {"value": None, "value_reason": reason} if reason else {"value": 1.0}
+        return Row(notebook="n", experiment="e", variant=variant, metric=metric, dtype="fp32", params=params, **value)
+
+    absent = "unavailable: no MIGraphX"
+    rows = [
+        row("eager", "speedup", model="a"),
+        row("MIGraphX", "speedup", absent, model="a"),
+        row("MIGraphX", "call_time_s", absent, model="a", batch=1),
+        row("MIGraphX", "call_time_s", absent, model="a", batch=8),
+        row("MIGraphX", "images_per_s", absent, model="a"),
+        row("ONNX", "images_per_s", "unavailable: no ONNX", model="a"),
+    ]
+    checked = replace(row("all_reduce", "busbw_gb_s", "one device"), check="sum", check_error=0.0, check_tolerance=0.0)
+    (first, speedups), (third, sums), (second, missing) = tables_of([*rows, checked])
+    assert third.startswith("busbw_gb_s") and sums["check error / tolerance"].tolist() == ["0 / 0"]
+    assert first.startswith("speedup") and speedups["variant"].tolist() == ["eager", "MIGraphX"]
+    assert second == "Not measured" and missing.to_dict("records") == [
+        {"variant": "MIGraphX", "dtype": "fp32", "metrics": "call_time_s, images_per_s", "rows": "3", "reason": absent},
+        {"variant": "ONNX", "dtype": "fp32", "metrics": "images_per_s", "rows": "1", "reason": "unavailable: no ONNX"},
+    ]
 
 
 def test_prediction_error_is_signed(material):
