@@ -18,7 +18,7 @@ IDS = {
     f"{letter}{number}" for letter, last in {"H": 49, "M": 26, "F": 31, "G": 17, "N": 14}.items() for number in range(1, last + 1)
 }
 STATES = {"works", "partly", "missing", "not measured here"}
-HEADER = ["id", "feature", "shown by", "state", "what lacks"]
+HEADER = ["id", "feature", "shown by", "state", "what is missing"]
 TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 EXPERIMENT = re.compile(r"(\d\d_\w+)/(\w+)")
 ITEM = re.compile(r"`([^`]+)`(?: \(([\w-]+(?:, [\w-]+)*)\))?")
@@ -48,7 +48,7 @@ def faults_of_row(cells: list[str]) -> list[str]:
     if state not in STATES:
         faults.append(f"unknown state {state!r}")
     if bool(lacks) == (state == "works"):
-        faults.append("what lacks is stated exactly if the state is another than works")
+        faults.append("what is missing is stated exactly if the state is another than works")
     items = shown.split("; ") if shown else []
     if bool(items) == (state == "missing"):
         faults.append("something shows it exactly if the state is another than missing")
@@ -159,7 +159,7 @@ def test_every_feature_is_there_once_and_everything_that_it_names_exists():
         ("| H3 | ", "| H2 | ", "H2 occurs 2 times"),
         ("| works | |\n| H9", "| absent | |\n| H9", "H8: unknown state 'absent'"),
         ("| N3 | support level of each architecture |", "| N3 |", "N3: 4 cells instead of 5"),
-        ("| works | |\n| H9", "| works | something |\n| H9", "H8: what lacks is stated"),
+        ("| works | |\n| H9", "| works | something |\n| H9", "H8: what is missing is stated"),
         ("| works | |\n| H9", "| missing | nothing |\n| H9", "H8: something shows it"),
     ],
 )

@@ -256,9 +256,9 @@ def fill(template: str, **named: Row | float) -> str:
     """Return the template with its fields replaced by values from rows, so that authors type no measured numbers.
 
     If a row is passed as the argument `best`, the template can contain these fields: `{best.value}`, `{best.limit}` and
-    `{best.predicted}` with their unit, `{best.share}` (value in percent of the limit), `{best.error}` (signed error of the
-    prediction in percent), `{best.interval}`, `{best.variant}`, `{best.dtype}`, and `{best.<name>}` for each param. Numbers have
-    four significant digits.
+    `{best.predicted}` with their unit, `{best.number}` (the value without unit), `{best.share}` (value in percent of the limit),
+    `{best.error}` (signed error of the prediction in percent), `{best.interval}`, `{best.variant}`, `{best.dtype}`, and
+    `{best.<name>}` for each param. Numbers have four significant digits.
 
     Args:
         template: text with fields in braces, as for `str.format`.
@@ -311,6 +311,8 @@ class _Quoted:
         }
         if field in ("variant", "dtype", "experiment", "data_source"):
             return getattr(row, field)
+        if field == "number":
+            return self.value.removesuffix(f" {row.unit}")
         if field == "interval":
             return f"{self.low.removesuffix(f' {row.unit}')} to {self.high}"
         value = quotable[field] if field in quotable else row.params.get(field)

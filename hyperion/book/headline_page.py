@@ -45,17 +45,17 @@ LEAST_LAUNCHES = 5
 # shown together, because the efficiency of weak scaling alone promises too much.
 MOST_LINES = 10
 _SUMMARY = (
-    r"matrix product, bf16",
-    r"matrix product, fp8",
+    r"matrix product, \S+ × \S+, bf16",
+    r"matrix product, \S+ × \S+, fp8",
     r"memory copy",
     r"all-reduce over",
     r"gpt2_124m\S*, training, .* over (a|the same) plain",
     r"resnet18, training, .* over the same plain",
     r"gpt2_124m\S*, training step as a graph: .* over tf32",
     r".*, accuracy, test split, mean of",
-    r".*, perplexity per word, valid split, mean of",
-    r"DDP on .* loss apart",
-    r"FSDP on .* loss apart",
+    r".*, perplexity per word, test split, mean of",
+    r"DDP on .* difference of the loss",
+    r"FSDP on .* difference of the loss",
     r".*FSDP: (weak|strong) scaling",
 )
 _MARKED = re.compile(r"<!-- (headlines|summary|counts|claims|repeats): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
@@ -142,6 +142,12 @@ class Launches:
         """Text with the 95 % interval of the median over the launches."""
         estimate = self.estimate
         return f"{quoted_value(estimate.ci_low, self.unit)} – {quoted_value(estimate.ci_high, self.unit)}"
+
+    @property
+    def range(self) -> str:
+        """Text with the lowest and the highest launch."""
+        values = [not_none(member.row.value) for member in self.members]
+        return f"{quoted_value(min(values), self.unit)} – {quoted_value(max(values), self.unit)}"
 
     @property
     def within(self) -> float | None:
@@ -397,8 +403,10 @@ def _speed_line(quantity: Launches, others: Sequence[Measured] = ()) -> dict[str
 
 
 def _few_line(quantity: Launches) -> dict[str, str]:
-    line = _speed_line(quantity) | {"other versions of the code": str(quantity.versions)}
-    return {"versions of the code" if name == "other versions of the code" else name: text for name, text in line.items()}
+    """Return a line with the range of the launches. A bootstrap of two or three launches would give too narrow an interval."""
+    line = _speed_line(quantity) | {"other versions of the code": str(quantity.versions), "between launches": quantity.range}
+    names = {"other versions of the code": "versions of the code", "between launches": "lowest – highest launch"}
+    return {names.get(name, name): text for name, text in line.items()}
 
 
 def _mean_line(one: Measured) -> dict[str, str]:

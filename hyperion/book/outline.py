@@ -294,11 +294,11 @@ def headlines(material: Material) -> list[Headline]:
 
     The function `headlines(rows, is_steady)` in the figures.py of a subject proposes values. It gets all rows that have a value
     and were measured with cold caches, and a function that says whether the samples of a row were steady. A value is omitted if
-    its samples were not steady.
+    its samples were not steady, or too few to show a drift.
     """
 
     def is_steady(row: Row) -> bool:
-        return not material.steadiness(row).startswith("no")
+        return not material.steadiness(row).startswith(("no", "unknown ("))
 
     rows = [row for row in measured(material.rows) if not row.hot]
     mark = f" ({material.image_caveat.partition(':')[0].lower()})" if material.image_caveat else ""

@@ -214,7 +214,7 @@ def score_stored(reference: Reference) -> list[Scored]:
             continue
         if row.unit.endswith("/s") or row.unit.endswith("FLOPS"):
             point = Point("", "", Work(row.value, 1.0, 0.0), row, None)
-            scored.append(Scored(point, stored.estimate, stored.high / stored.estimate - 1, f"stored by {reference.name}"))
+            scored.append(Scored(point, stored.estimate, stored.high / stored.estimate - 1, f"prediction of {reference.name}"))
     return scored
 
 
@@ -260,7 +260,7 @@ def curves_to_toml(curves: Iterable[Curve]) -> str:
 def page(scored: Sequence[Scored]) -> str:
     """Return a Markdown page with the errors and the coverage by metric."""
     lines = [
-        "| rate | predicted from | rows | median error | median error with its sign | largest error | in the 80 % interval |",
+        "| rate | predicted from | rows | median error | median signed error | largest error | in the 80 % interval |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for (kind, how), same in _grouped(scored, lambda s: (_title(s.point), s.how)).items():
@@ -475,10 +475,11 @@ def score_page(references: Sequence[Reference]) -> str:
         parts += [f"## {title}\n\n{page(scored)}"] if scored else []
     if held_out:
         parts.append(f"## Rows that were held out from the fit\n\n{_HELD_OUT}\n\n{page(held_out)}")
-    everything = [*another, *same, *held_out]
-    if everything:
-        errors = f"median error {100 * median_error(everything):.1f} %, {100 * coverage(everything):.0f} % in the interval"
-        parts.append(f"All {len(everything)} rates of the tables: {errors}.\n")
+    # The intervals are made from the rows that were held out, so these do not test them.
+    tested = [*another, *same]
+    if tested:
+        errors = f"median error {100 * median_error(tested):.1f} %, {100 * coverage(tested):.0f} % in the interval"
+        parts.append(f"All {len(tested)} rates of other devices: {errors}.\n")
     return "\n".join(parts)
 
 

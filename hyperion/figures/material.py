@@ -17,6 +17,7 @@ import pandas as pd
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Prediction, Row, Run
 from hyperion.results.rows import canonical_params
+from hyperion.results.statistics import LEAST_FOR_DRIFT
 from hyperion.results.store import samples_name, stored_references
 
 if TYPE_CHECKING:
@@ -145,14 +146,17 @@ class Material:
         samples = self.run.samples(notebook, experiment)
         if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
             return found
-        series = samples.dropna(subset=["params", "unsteady"]).drop_duplicates(["variant", "dtype", "params"])
-        for line in series.to_dict("records"):
+        timed = samples.dropna(subset=["params", "unsteady"])
+        sizes = timed.groupby(["variant", "dtype", "params"]).size()
+        for line in timed.drop_duplicates(["variant", "dtype", "params"]).to_dict("records"):
             # If there are two reasons, "unsteady" states both, separated by a semicolon.
             drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
             reasons = [] if line["warm"] else ["warm-up"]
             reasons += [f"drift {percent(line['drift'], signed=True)} %"] if drifts else []
             key = line["variant"], line["dtype"], canonical_params(json.loads(line["params"]))
-            found[key] = f"no ({', '.join(reasons)})" if reasons else "yes"
+            size = sizes[line["variant"], line["dtype"], line["params"]]
+            short = f"unknown ({size} samples)" if size < LEAST_FOR_DRIFT else "yes"
+            found[key] = f"no ({', '.join(reasons)})" if reasons else short
         return found
 
     def steadiness(self, row: Row) -> str:
@@ -160,7 +164,8 @@ class Material:
 
         Returns:
             "yes", or "no" with the reasons: the times still changed at the end of the warm-up, or they drifted during the timing.
-            "unknown" for a time or a rate with an interval whose samples do not record the steadiness. "" for any other row.
+            "unknown" with the number of samples if they are too few to show a drift. "unknown" for a time or a rate with an
+            interval whose samples do not record the steadiness. "" for any other row.
         """
         found = self._steadiness_of(row.notebook, row.experiment)
         # The param `clock` says how a time was taken, so that the samples need not repeat it.

@@ -208,7 +208,8 @@ def tables_of(
     """Return the tables of an experiment as pairs (caption, table).
 
     Epoch rows are in the first table, and phase rows in the second. Each metric of the other rows has its own table, or several
-    tables if its rows do not all have the same params. The rows of tables without any value or check are combined in the last table.
+    tables if its rows do not all have the same params. The rows of tables without any value or check are combined in the last
+    table.
 
     Args:
         steadiness, prediction: see `metric_table`.
@@ -250,7 +251,7 @@ def _missing_table(rows: Iterable[Row]) -> pd.DataFrame:
         for (variant, dtype, reason), names in metrics.items()
     ]
     table = pd.DataFrame(lines)
-    return table if table["dtype"].any() else table.drop(columns="dtype")
+    return table if any(dtype for _, dtype, _ in metrics) else table.drop(columns="dtype")
 
 
 def _caveat(rows: Iterable[Row], image_caveat: str) -> str:

@@ -180,7 +180,7 @@ def test_one_run_gives_means_over_seeds_and_differences_and_no_speed(tmp_path):
     runs = {_run(tmp_path / "a", [_speed_row(700.0), *trained]): "h200"}
     headlines, few = headlines_markdown(runs).split(FEW)
     assert re.search(r"\| resnet18, accuracy, test split, mean of 5 seeds[^|]*\| NVIDIA H200 \| 94.0 % \| 5 \|", headlines)
-    assert "DDP on 2 ranks: loss apart from one device's | NVIDIA H200 | 1.0e-07 | 0.0001 | h200 |" in headlines
+    assert "DDP on 2 ranks: difference of the loss from one device | NVIDIA H200 | 1.0e-07 | 0.0001 | h200 |" in headlines
     assert "FSDP" not in headlines and "vit" not in headlines and "matrix product" not in headlines + few
     summary = summary_markdown(runs)
     assert "5 trainings" in summary and "matrix product" not in summary and "No time and no rate is in this table yet" in summary

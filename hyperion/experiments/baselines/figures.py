@@ -35,8 +35,8 @@ _BASELINES = ("language_model", "image_classifier")
 _COMPARED = {"image_training_speed": "", "language_training_speed": " tokens"}
 # For each baseline, as (experiment, metric): the name of its measure of quality, and the split on which it is measured.
 _QUALITY = {
-    ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
-    ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
+    ("language_model", "perplexity_token"): ("perplexity per token", "test"),
+    ("language_model", "perplexity_word"): ("perplexity per word", "test"),
     ("image_classifier", "accuracy"): ("accuracy", "test"),
 }
 # For each metric of an epoch: its split and column in the flat table, and the factor that converts values to the column's unit.

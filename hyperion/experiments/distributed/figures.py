@@ -241,7 +241,8 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
         ranks = row.params["ranks"]
         # With one rank, both runs train on one device, so their difference says nothing about parallel training.
         if ranks > 1:
-            yield Quote(f"{row.variant.upper()} on {ranks} ranks: loss apart from one device's", row, "difference", ranks)
+            label = f"{row.variant.upper()} on {ranks} ranks: difference of the loss from one device"
+            yield Quote(label, row, "difference", ranks)
 
 
 TITLES = {

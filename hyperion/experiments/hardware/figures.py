@@ -13,7 +13,7 @@ from hyperion.errors import not_none
 from hyperion.experiments.hardware import figures_memory, figures_models, figures_products, figures_workloads
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
 from hyperion.experiments.hardware.sentences import copies_of_one_size, formats_of_one_peak, memory_levels, square_beside_search
-from hyperion.figures.material import Material, Panel, Plot, Quote, best_rows, items, measured, number, values
+from hyperion.figures.material import Material, Panel, Plot, Quote, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
     INK,
@@ -416,18 +416,34 @@ def _shares(rows: list[Row]) -> str:
 
 
 def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quote]:
-    """Yield the fastest matrix product of each dtype, and the copy of the largest arrays."""
-    # Omit the row "fastest found", which repeats a finalist's row. Only the finalist has samples that show its steadiness.
-    products = [r for r in rows if r.metric == "gemm_tflops" and r.variant != "fastest found" and is_steady(r)]
-    products = [row for row in products if "plain_loop_calls" not in row.params]
-    for row in best_rows(products, lambda row: row.dtype):
-        yield Quote(f"matrix product, {row.dtype}, cold caches", row)
+    """Yield the largest square matrix product of each dtype, and the copy of the largest arrays.
+
+    The fastest shape differs between launches. A median over launches must not mix shapes.
+    """
+    for row in _largest_squares(rows):
+        m = row.params["m"]
+        yield Quote(f"matrix product, {m:,} × {m:,}, {row.dtype}, cold caches", row)
     copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
     # Only the largest arrays are used, because smaller ones may come from a cache.
     largest = max((row.params["elements"] for row in copies), default=0)
     for row in copies:
         if row.params["elements"] == largest:
             yield Quote(f"memory copy, {row.dtype}, largest arrays", row)
+
+
+def _largest_squares(rows: list[Row]) -> list[Row]:
+    """Return the largest square product of each dtype. Those of `best_products` are used only for dtypes that `gemm` lacks."""
+    largest: dict[str, Row] = {}
+    for experiment, variant in (("gemm", "torch.mm"), ("best_products", "finalist")):
+        measured = set(largest)
+        for row in rows:
+            is_product = (row.experiment, row.variant, row.metric) == (experiment, variant, "gemm_tflops")
+            if not is_product or "plain_loop_calls" in row.params or row.dtype in measured:
+                continue
+            m, n, k = (row.params[name] for name in "mnk")
+            if m == n == k and (row.dtype not in largest or m > largest[row.dtype].params["m"]):
+                largest[row.dtype] = row
+    return list(largest.values())
 
 
 def explanations(experiment: str, rows: list[Row]) -> list[str]:

@@ -28,6 +28,7 @@ from hyperion.experiments.serving.metrics import GROWTH_CHECK
 from hyperion.experiments.serving.served_models import DATA, prompts_of, served_model
 from hyperion.experiments.serving.server import DRAIN_S, MAX_BODY_BYTES, Server, ServerError, running_server
 from hyperion.results import Estimate, Row, median_estimate
+from hyperion.results.statistics import mean_estimate
 
 if TYPE_CHECKING:
     import httpx
@@ -37,7 +38,7 @@ LEFT = "CPU time of an answer whose client hung up, over that of a whole answer"
 BLOCKS = "long answers after hang-ups whose prompts occupied every block of the KV cache"
 REFUSED, FINISHED = "refused requests", "running answers that were finished"
 RSS, DEVICE_MEMORY = "resident memory of all processes", "used device memory"
-_SEGMENTS = 10  # a line is fitted to the median of each segment, because consecutive readings are not independent
+_SEGMENTS = 10  # the growth is computed from the medians of segments, because consecutive readings are not independent
 _WARM_SHARE = 0.2  # readings in this first share of the requests are not used, because caches still fill
 # Bound on the CPU time of an answer whose client disconnects after the first token, relative to that of a whole answer. A backend
 # that stops generating needs far less.
@@ -182,22 +183,17 @@ def _tested(options: ServerSoakOptions) -> list[ServerSoakOptions]:
 def slope_estimate(requests: np.ndarray, readings: np.ndarray) -> Estimate:
     """Return the memory growth per request, with a 95 % confidence interval based on Student's t-distribution.
 
-    The readings are divided into consecutive segments, and a line is fitted to the medians of the segments.
+    The readings are divided into consecutive segments. The growth is the mean of the differences between the medians of
+    neighbouring segments. Memory that grows in random steps has independent differences, but not independent deviations from a
+    line, so the interval of a fitted line would be too narrow. If the readings scatter around a line, the interval is too wide.
 
     Args:
         requests: number of answered requests at each reading, in ascending order.
         readings: memory at each reading, in bytes.
     """
-    from scipy import stats
-
     segments = np.array_split(np.column_stack([requests, readings]).astype(float), _SEGMENTS)
     x, y = np.array([np.median(segment, axis=0) for segment in segments]).T
-    x, y = x - x.mean(), y - y.mean()
-    slope = float(x @ y / (x @ x))
-    # Standard error of the slope. It is 0 if all readings are equal.
-    error = float(np.sqrt(np.sum((y - slope * x) ** 2) / (len(x) - 2) / (x @ x)))
-    reach = float(stats.t.ppf(0.975, len(x) - 2)) * error
-    return Estimate(slope, slope - reach, slope + reach, len(x))
+    return mean_estimate(np.diff(y) / np.diff(x))
 
 
 def _soak(context: Context, options: ServerSoakOptions, server: Server, prompts: list[str]) -> tuple[list[Reply], pd.DataFrame]:

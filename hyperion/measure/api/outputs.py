@@ -6,6 +6,7 @@ checks call the function a few times outside of the timing.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import types
@@ -54,7 +55,7 @@ class Snapshot:
         leaves: (path, tensor) of each leaf of the returned structure. Examples of paths: "", "['loss']", "[0]". The tensor is
             None if the leaf is not numeric.
         structure: the nesting of the output. Two structures can be compared with ==.
-        uncompared: paths of tensors whose values cannot be read.
+        uncompared: paths of objects and tensors whose values cannot be read.
     """
 
     leaves: tuple[tuple[str, torch.Tensor | None], ...]
@@ -260,7 +261,7 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
         states = _generator_states(gpus)
         returned = function()
         draws = any(not torch.equal(old, new) for old, new in zip(states, _generator_states(gpus), strict=True))
-    leaves, structure = tree_flatten_with_path(returned)
+    leaves, structure = _flattened(returned)
     for _, leaf in leaves:
         is_done = next((getattr(leaf, name) for name in ("is_completed", "done") if callable(getattr(leaf, name, None))), None)
         if is_done is not None and not isinstance(leaf, torch.Tensor | type) and is_done() is False:
@@ -269,7 +270,34 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
                 where="a timed function",
                 next_step="wait for this work inside the function",
             )
-    return Returned([(keystr(path), leaf) for path, leaf in leaves], structure, draws)
+        if isinstance(leaf, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
+            raise HarnessError(
+                f"the function returned a {type(leaf).__name__}, which has not run yet",
+                where="a timed function",
+                next_step="consume it inside the function, for example with list() or asyncio.run()",
+            )
+    return Returned(leaves, structure, draws)
+
+
+def _flattened(returned: object) -> tuple[list[tuple[str, object]], object]:
+    """Return (path, leaf) of each leaf, and the structure. The fields of dataclasses, which PyTorch takes for leaves, are leaves.
+
+    Texts are part of the structure, so outputs with different texts cannot be compared.
+    """
+    found, structure = tree_flatten_with_path(returned)
+    leaves: list[tuple[str, object]] = []
+    inner: list[object] = []
+    for path, leaf in found:
+        if isinstance(leaf, str | bytes):
+            inner.append((keystr(path), leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+            parts, below = _flattened(fields)
+            leaves += [(keystr(path) + part, value) for part, value in parts]
+            inner.append((keystr(path), type(leaf).__qualname__, below))
+        else:
+            leaves.append((keystr(path), leaf))
+    return leaves, (structure, *inner) if inner else structure
 
 
 def _generator_states(gpus: list[torch.device]) -> list[torch.Tensor]:
@@ -294,9 +322,8 @@ class Returned(list):
     def snapshot(self) -> Snapshot:
         """Copy the output to host memory: the next call may overwrite the original, and a copy on the GPU would need memory."""
         leaves = tuple((path, _copied(leaf)) for path, leaf in self)
-        unread = (path for (path, leaf), (_, copy) in zip(self, leaves, strict=True) if copy is None)
-        tensors = {path for path, leaf in self if isinstance(leaf, torch.Tensor)}
-        return Snapshot(leaves, self.structure, tuple(path for path in unread if path in tensors))
+        unread = tuple(path for (path, leaf), (_, copy) in zip(self, leaves, strict=True) if copy is None and leaf is not None)
+        return Snapshot(leaves, self.structure, unread)
 
 
 def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
 from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
-from hyperion.results.statistics import with_drift
+from hyperion.results.statistics import LEAST_FOR_DRIFT, with_drift
 
 MINIMUM_SAMPLES = 30
 # With fewer samples, the variation of the times is unknown.
@@ -430,14 +430,15 @@ def drift_of(samples: ArrayLike) -> Drift:
     test for trend decides whether chance can explain the drift.
 
     Args:
-        samples: 1-D series in the order in which the samples were taken. With fewer than 10 samples, the returned drift is 0.
+        samples: 1-D series in the order in which the samples were taken. With fewer than
+            `LEAST_FOR_DRIFT` samples, the returned drift is 0.
 
     Sources: for the line, Tukey, Exploratory Data Analysis, 1977, chapter 10; for the test, Daniels, Journal of the Royal
     Statistical Society B 12 (1950) 171-181.
     """
     values = np.asarray(samples, dtype=np.float64)
     n, third = len(values), len(values) // 3
-    if n < 10:
+    if n < LEAST_FOR_DRIFT:
         return Drift(0.0, 0.0, (float("nan"), float("nan")))
     first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
     # The centres of the outer thirds are n - third samples apart.

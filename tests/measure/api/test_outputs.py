@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -744,3 +744,45 @@ def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up()
     assert samples.sum() <= 0.25 * (1 + samples.max() / 1e-3), "sampling ends with the limit"
     assert answer.estimate.ci_low <= answer.estimate.value <= answer.estimate.ci_high
     assert measure.compare(lambda: None, lambda: None, labels=("A", "B"), device="cpu", quick=True).ratio.n >= 10
+
+
+@dataclass
+class ModelOutput:
+    logits: torch.Tensor
+    label: str = "cat"
+
+
+def test_the_fields_of_dataclasses_are_compared():
+    ones, zeros = torch.ones(3), torch.zeros(3)
+    same = measure.compare(lambda: (ones.sum(), ModelOutput(ones * 1)), lambda: (ones.sum(), ModelOutput(ones * 1)), **SHORT)
+    assert same.difference is not None and same.difference.agrees and "not compared" not in str(same)
+    other = measure.compare(lambda: (ones.sum(), ModelOutput(ones * 1)), lambda: (ones.sum(), ModelOutput(zeros * 1)), **SHORT)
+    assert other.difference is not None and not other.difference.agrees and "output[1]['logits'][0]" in str(other)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda values: ModelOutput(values * 1, "dog"), lambda values: {"logits": values, "label": "cat"}]
+)
+def test_other_texts_and_other_types_are_another_structure(other):
+    values = torch.ones(3)
+    with pytest.raises(OutputMismatchError, match="different structures"):
+        measure.compare(lambda: ModelOutput(values * 1), lambda: other(values), **SHORT)
+
+
+def test_an_object_beside_a_tensor_is_named_as_not_compared():
+    values = torch.ones(3)
+    answer = measure.compare(lambda: (values.sum(), object()), lambda: (values.sum(), object()), **SHORT)
+    assert "the values of output[1] cannot be read, so they were not compared" in str(answer)
+
+
+async def waits() -> float:
+    return 1.0
+
+
+def test_a_returned_generator_or_coroutine_is_refused():
+    with pytest.raises(HarnessError, match=r"returned a generator, which has not run yet"):
+        measure.time(lambda: (i for i in range(3)), **SHORT)
+    coroutine = waits()
+    with pytest.raises(HarnessError, match=r"returned a coroutine, which has not run yet"):
+        measure.time(lambda: coroutine, **SHORT)
+    coroutine.close()
