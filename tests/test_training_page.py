@@ -48,7 +48,7 @@ def test_sigterm_saves_the_state_and_the_same_script_continues_with_the_same_los
     assert stopping != text
     script.write_text("import os\nimport signal\n" + stopping)
     stopped = run(script)
-    assert stopped.returncode != 0 and "the state was saved" in stopped.stderr
+    assert stopped.returncode == 75
     script.write_text(text)
     resumed = run(script)
     assert resumed.returncode == 0 and float(resumed.stdout.split("held-out loss")[1]) == whole

@@ -46,7 +46,8 @@ def _plots_of_subject(subject: Subject, experiments: set[str]) -> tuple[Plot, ..
         fault, remedy = f"PLOTS is {plots!r:.80}, not a tuple of Plot", "write PLOTS = (Plot(…),), with the comma"
     elif unknown := [plot for plot in plots if plot.experiment not in experiments | {ALL}]:
         fault = f"the figure {unknown[0].name!r} in PLOTS belongs to {unknown[0].experiment!r}, which is no experiment"
-        remedy = f"use the name of a module with an EXPERIMENT: {', '.join(subject.modules)}"
+        own = sorted(experiments & set(subject.modules))
+        remedy = f"use the name of a module with an EXPERIMENT: {', '.join(own) or 'this subject has none'}"
     else:
         return tuple(plots)
     raise HyperionError(fault, where=subject.folder / "figures.py", next_step=remedy)

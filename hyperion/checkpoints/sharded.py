@@ -355,7 +355,8 @@ def difference(stored: Any, here: Any, path: str = "") -> str:
     """Return the first difference between two nested states in keys, lengths, types or strings, or "" if there is none.
 
     Tensors are not compared, because read_sharded has compared them. The options of parameter groups depend on the version of
-    PyTorch, so only options that both states contain are compared.
+    PyTorch, so only options that both states contain are compared. Their numbers must be equal, because those of the checkpoint
+    would replace the others. The learning rate is left out: the schedule sets it in each step.
     """
     if isinstance(here, dict) and isinstance(stored, dict):
         options = path.startswith("optimizer/param_groups/") and "params" in stored
@@ -369,9 +370,16 @@ def difference(stored: Any, here: Any, path: str = "") -> str:
         return "" if fits else f"{path} is a tensor in only one of the two"
     else:
         fits = _kind(stored) == _kind(here) or None in (stored, here)
-        fits = fits and not isinstance(stored, dict | list) and (not isinstance(here, str) or stored == here)
+        fixed = isinstance(here, str) or _is_fixed_option(path) and not isinstance(here, bool) and None not in (stored, here)
+        fits = fits and not isinstance(stored, dict | list) and (not fixed or stored == here)
         return "" if fits else f"{path} is {stored!r:.80} in the checkpoint and {here!r:.80} here"
     return next((found for name, theirs, ours in pairs if (found := difference(theirs, ours, name))), "")
+
+
+def _is_fixed_option(path: str) -> bool:
+    """Return True for a number in the options of a parameter group, except the learning rates and the parameters' numbers."""
+    parts = path.split("/")
+    return parts[:2] == ["optimizer", "param_groups"] and len(parts) > 3 and parts[3] not in ("lr", "initial_lr", "params")
 
 
 def _kind(value: Any) -> type:

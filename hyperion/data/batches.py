@@ -201,6 +201,12 @@ class LanguageBatches(ResumableBatches):
         resident: bool = True,
     ):
         # The random offset skips up to sequence_length tokens, and the windows must fit into the rest of the stream.
+        if np.ndim(tokens) != 1 or sequence_length < 1 or len(tokens) <= 2 * sequence_length:
+            raise DataError(
+                f"tokens of shape {np.shape(tokens)} have no window of {sequence_length + 1} tokens after a random offset",
+                where="LanguageBatches",
+                next_step="pass one stream of token ids, a shorter sequence_length, or more text",
+            )
         records = (len(tokens) - sequence_length) // (sequence_length + 1)
         super().__init__(records, batch_size, seed, True, rank, ranks)
         self.sequence_length = sequence_length
@@ -520,6 +526,8 @@ def on_device(values: np.ndarray, device: torch.device) -> Tensor:
 def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: int, ranks: int) -> None:
     if not 0 <= rank < ranks:
         raise DataError(f"rank {rank} of {ranks} does not exist", next_step="use a rank from 0 to the number of ranks - 1")
+    if batch_size < 1:
+        raise DataError(f"the batch size is {batch_size}", where="the loader", next_step="use a batch size of at least 1")
     if batch_size % ranks:
         raise DataError(
             f"{ranks} ranks do not divide a batch of {batch_size}",

@@ -147,7 +147,7 @@ class Material:
         if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
             return found
         timed = samples.dropna(subset=["params", "unsteady"])
-        sizes = timed.groupby(["variant", "dtype", "params"]).size()
+        sizes = timed.groupby(["variant", "dtype", "params"]).size().to_dict()
         for line in timed.drop_duplicates(["variant", "dtype", "params"]).to_dict("records"):
             # If there are two reasons, "unsteady" states both, separated by a semicolon.
             drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])

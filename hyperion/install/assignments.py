@@ -29,8 +29,14 @@ def read_assignments(file: Path) -> Assignments:
     """Return the settings in a shell script, a Dockerfile or a Python file, in their order.
 
     Raises:
-        HyperionError: the file cannot be read as text, or it is a Python file with a syntax error.
+        HyperionError: the file cannot be read as text, it is a Python file with a syntax error, or a file of data.
     """
+    if file.suffix in (".yaml", ".yml", ".json", ".toml"):
+        raise HyperionError(
+            f"settings in {file.suffix} files are not read",
+            where=file,
+            next_step="name a shell script, Dockerfile or Python file",
+        )
     try:
         text = file.read_text(encoding="utf-8")
         first_line = text.partition("\n")[0]

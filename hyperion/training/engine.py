@@ -32,6 +32,7 @@ from hyperion.checkpoints.states import EARLIER
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
+from hyperion.measure.api.arguments import device_of
 from hyperion.parallel import (
     assert_ranks_agree,
     average_statistics,
@@ -124,7 +125,7 @@ class TorchEngine(ABC):
         optimizer: optimizer of the parameters of the model. Its learning rate is set from the schedule in every step.
         schedule: function that returns the learning rate of a step. Steps are counted from 1.
         precision: number format of matrix products and convolutions.
-        device: the device of the model.
+        device: the device of the model, or its PyTorch name.
         clip_norm: upper bound on the L2 norm of the gradients. Larger gradients are scaled down to this norm. math.inf disables
             clipping.
         world: the ranks that share each batch; by default all ranks of the process group of this process.
@@ -149,13 +150,14 @@ class TorchEngine(ABC):
         optimizer: torch.optim.Optimizer,
         schedule: Callable[[int], float],
         precision: Precision,
-        device: Device,
+        device: Device | str,
         clip_norm: float = 1.0,
         world: World | None = None,
         capture: bool = False,
         micro_batches: int = 1,
     ):
-        _check_arguments(schedule, clip_norm, micro_batches, type(self).__name__)
+        device = device_of(device)
+        _check_arguments(schedule, precision, clip_norm, micro_batches, type(self).__name__)
         _check_optimizer(model, optimizer, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
@@ -215,7 +217,7 @@ class TorchEngine(ABC):
         if self.unchecked:
             self.check_batch(batch)
             self.unchecked = False
-        learning_rate = self.schedule(self.steps + 1)
+        learning_rate = _rate_of(self.schedule, self.steps + 1, type(self).__name__)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         if not self.model.training:  # train() visits all modules and takes as much host time as launching several kernels
@@ -512,7 +514,7 @@ def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[A
     yield parts[-1], contextlib.nullcontext()
 
 
-def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where: str) -> None:
+def _check_arguments(schedule: Any, precision: Any, clip_norm: float, micro_batches: int, where: str) -> None:
     def refusal(what: str, next_step: str) -> HyperionError:
         return HyperionError(what, where=where, next_step=next_step)
 
@@ -521,16 +523,30 @@ def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where:
             f"the schedule is {schedule!r:.80}, but must be a function of the step",
             "pass WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
         )
-    rate = schedule(1)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise refusal(
-            f"the schedule returns the learning rate {rate!r} for step 1", "return a finite number that is not negative"
-        )
+    _rate_of(schedule, 1, where)
+    if not isinstance(precision, Precision):
+        raise refusal(f"the precision is {precision!r:.80}", 'pass choose_precision(device), or choose_precision(device, "bf16")')
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
         raise refusal(
             f"clip_norm is {clip_norm!r}, which is not a number above 0", "pass a number above 0, or math.inf to disable clipping"
         )
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
+
+
+def _rate_of(schedule: Callable[[int], Any], step: int, where: str) -> float:
+    """Return the learning rate of a step.
+
+    Raises:
+        HyperionError: it is no finite number, or negative.
+    """
+    rate = schedule(step)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise HyperionError(
+            f"the schedule returns the learning rate {rate!r} for step {step}",
+            where=where,
+            next_step="return a finite number that is not negative",
+        )
+    return rate
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:

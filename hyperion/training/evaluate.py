@@ -103,7 +103,7 @@ def evaluate_language(
     """
     # Sums over tokens: nll, its square, 1. Sums over windows, which have n tokens with the nll s together: s², sn, n², 1.
     sums = torch.zeros(7, dtype=torch.float64, device=device.torch_device)
-    with _evaluating(model):
+    with evaluating(model):
         for (inputs_BT, targets_BT), counts in _own(windows, ranks_of(model)):
             with precision.autocast(device):
                 nll_BT = model(inputs_BT, targets_BT)
@@ -136,7 +136,7 @@ def evaluate_images(
         HyperionError: there are no images, or the labels are not int64 classes with shape [B].
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # sums over images: loss, correct, number of images
-    with _evaluating(model):
+    with evaluating(model):
         for (images_BCYX, labels_B), counts in _own(batches, ranks_of(model)):
             with precision.autocast(device):
                 logits_BK = model(images_BCYX).float()
@@ -179,9 +179,12 @@ def _require_classes(logits_BK: Tensor, labels_B: Tensor) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager that switches to evaluation mode, and makes the running statistics equal on all ranks."""
-    was_training = model.training
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context manager that switches to evaluation mode, and makes the running statistics equal on all ranks.
+
+    At the end, each module gets back its mode: a fine-tuning may keep some batch norms in evaluation mode.
+    """
+    modes = [(module, module.training) for module in model.modules()]
     average_statistics(model)
     model.eval()
     try:
@@ -189,7 +192,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         # Free the gathered parameters. FSDP2 keeps some of them if no backward pass follows.
         reshard(model)
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:

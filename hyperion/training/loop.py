@@ -7,7 +7,9 @@ once (see Pulse). When losses are read, the ranks also agree whether to stop. Ev
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +21,7 @@ from hyperion.errors import HyperionError, require_number
 from hyperion.parallel import DesyncError
 from hyperion.training.clocks import EpochMeter, Interrupted, Pulse, StopFlag
 from hyperion.training.engine import Engine, NonFiniteError, StepMetrics
+from hyperion.training.evaluate import evaluating
 from hyperion.training.recipe import rng_state, seed_rank, set_rng_state
 from hyperion.training.snapshots import is_finite, non_finite, read_run, write_run
 
@@ -304,6 +307,16 @@ class _Run:
             CheckpointError: the state of the loader cannot be stored.
         """
         saves = ("state_dict", "load_state_dict") if self.folder is not None else ()
+        if not isinstance(self.plan, TrainingPlan):
+            raise HyperionError(
+                f"the plan is {self.plan!r:.80}", where="train", next_step="pass TrainingPlan(steps=…) or TrainingPlan(epochs=…)"
+            )
+        if not isinstance(getattr(self.engine, "item", None), str):
+            raise HyperionError(
+                f"the engine, a {type(self.engine).__name__}, has no attribute item",
+                where="train",
+                next_step='name what a batch contains, for example item = "sample"',
+            )
         for name, part, methods in (
             ("the engine", self.engine, ("train_step", "evaluate", "compare_ranks", "save", "load")),
             ("the loader", self.batches, ("__len__", "__iter__", *saves)),
@@ -372,7 +385,8 @@ class _Run:
         if left == 0 or (given == 0 and self.steps_in_epoch):
             return
         self.start_clocks()
-        for batch in self.meter.waiting(self.batches):
+        waiting = self.meter.waiting(self.batches)
+        for batch in waiting:
             metrics = self.engine.train_step(batch)
             self.meter.count(metrics.rank_items)
             self.unread.append((metrics, batch))
@@ -396,6 +410,15 @@ class _Run:
             if left == 0:
                 break
         self.meter.pause()
+        # One more batch is taken only from a loader that has no position, because it would be lost.
+        if not left and self.steps_in_epoch == len(self.batches) and not hasattr(self.batches, "load_state_dict"):
+            left = -sum(1 for _ in islice(waiting, 1))
+        if left < 0:
+            raise HyperionError(
+                f"the loader has more batches than its len() of {len(self.batches)}, and they would never be used",
+                where=f"step {self.step}",
+                next_step="make len() of the loader equal to the number of batches that it yields",
+            )
         if left:
             raise HyperionError(
                 f"the loader ended {left} batches before the end of the epoch",
@@ -442,11 +465,28 @@ class _Run:
         Raises:
             Interrupted: a rank received SIGTERM. The state was saved first.
             NonFiniteError: the loss is not finite.
+            HyperionError: `validation` returned no batches, or the engine no loss.
         """
+        held_out = validation()
+        if not isinstance(held_out, Iterable):
+            raise HyperionError(
+                f"validation returned {held_out!r:.80}, which is no iterable of batches",
+                where=f"evaluation after step {self.step}",
+                next_step="return a loader or a list of batches, for example validation=lambda: batches",
+            )
+        model = getattr(self.engine, "model", None)
         try:
-            evaluation = self.engine.evaluate(self.stop.watch(validation(), self.must_stop_evaluation))
+            # An engine of one's own may forget model.eval(). Its evaluation would then change the running statistics.
+            with evaluating(model) if isinstance(model, torch.nn.Module) else nullcontext():
+                evaluation = self.engine.evaluate(self.stop.watch(held_out, self.must_stop_evaluation))
         except Interrupted:
             self.save_and_stop()
+        if not isinstance(evaluation, dict) or not isinstance(evaluation.get("loss"), int | float):
+            raise HyperionError(
+                f"{type(self.engine).__name__}.evaluate returned {evaluation!r:.80}, and not a dict with a number 'loss'",
+                where=f"evaluation after step {self.step}",
+                next_step='return {"loss": float(mean_loss)}, and more metrics if you like',
+            )
         if not math.isfinite(evaluation["loss"]):  # all ranks have the same loss
             raise NonFiniteError(
                 f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
+from hyperion.measure.api.arguments import device_of
 from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimeline, state_of
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.models.transformer import TransformerConfig
@@ -72,17 +73,18 @@ class MemoryEstimate:
         return f"peak {self.peak_bytes / MIB:,.3g} MiB, in the phase {self.phase}; peak of each kind: {parts}{library}"
 
 
-def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEstimate:
+def estimate_memory(make: Make, device: Device | str, ask: bool = False) -> MemoryEstimate:
     """Estimate the memory of a training step.
 
     Args:
         make: function that returns the engine and one batch on the given device. It is called with fake tensors and a
             device whose `torch_device` is "cpu". Fake tensors cannot be deep-copied, so a model that copies its layers, such as
             nn.TransformerEncoder, cannot be estimated.
-        device: device on which the step will run. It need not be present, unless `ask` is True.
+        device: device on which the step will run, or its PyTorch name. A `Device` need not be present, unless `ask` is True.
         ask: if True, measure the workspaces of libraries on the device. This runs two small layers, and each distinct
             convolution of the step.
     """
+    device = device_of(device)
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
     with FakeTensorMode() as fake, _PretendCuda() if accelerator else contextlib.nullcontext():

@@ -21,6 +21,7 @@ from hyperion.errors import HyperionError, require_number, require_seed
 from hyperion.hardware import Device
 from hyperion.hardware.device import has_matrix_units
 from hyperion.measure import FORMATS, matmul_precision
+from hyperion.measure.api.arguments import device_of
 from hyperion.parallel import is_sharded
 
 TRAINING_DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -274,24 +275,25 @@ def _initialize_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def choose_precision(device: Device, requested: str = "auto") -> Precision:
+def choose_precision(device: Device | str, requested: str = "auto") -> Precision:
     """Return the precision for training on this device.
 
     Args:
-        device: device on which the model is trained.
+        device: device on which the model is trained, or its PyTorch name.
         requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' selects bf16 on a GPU with matrix units for bf16,
             else fp32.
 
     Raises:
         HyperionError: the name is unknown, or the device does not support the format.
     """
+    device = device_of(device)
     if requested == "auto":
         return _automatic(device)
     if requested not in (*TRAINING_DTYPES, FP8):
         raise HyperionError(
             f"no training precision is named {requested!r}",
             where="precision",
-            next_step=f"choose auto or {', '.join(TRAINING_DTYPES)}",
+            next_step=f"choose auto or {', '.join((*TRAINING_DTYPES, FP8))}",
         )
     possible, how = device.supports(requested)
     if not possible:

@@ -31,7 +31,7 @@ def _speed_row(value: float, **changes) -> Row:
     row = {
         "notebook": "nb",
         "experiment": "gemm",
-        "variant": "square",
+        "variant": "torch.mm",
         "metric": "gemm_tflops",
         "value": value,
         "ci_low": value * 0.998,
@@ -71,10 +71,12 @@ def _launches(folder: Path, values, **options) -> dict[Run, str]:
 def test_five_launches_make_a_headline_and_four_do_not(tmp_path):
     values = [700.0, 710.0, 720.0, 730.0, 740.0]
     headlines, few = headlines_markdown(_launches(tmp_path / "five", values)).split(FEW)
-    assert "| matrix product, bf16, cold caches | NVIDIA H200 | 720 TFLOPS | 5 | 2 | ± 0.2 % |" in headlines
+    assert "| matrix product, 8 × 8, bf16, cold caches | NVIDIA H200 | 720 TFLOPS | 5 | 2 | ± 0.2 % |" in headlines
     assert "| 72.0 | power limit of the device |" in headlines and "None yet." in few
     headlines, few = headlines_markdown(_launches(tmp_path / "four", values[:4])).split(FEW)
     assert "matrix product" not in headlines and "| 4 | 2 |" in few
+    # Instead of an interval, which a bootstrap of four launches would make too narrow, the lowest and the highest launch.
+    assert "lowest – highest launch" in few and "between launches" not in few and "| 700 TFLOPS – 730 TFLOPS |" in few
     assert "matrix product" not in headlines_markdown(_launches(tmp_path / "one", values[:1]))
     assert LEAST_LAUNCHES == 5
 

@@ -36,6 +36,7 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
         ("a", 1): (True, 0.0, ""),
         ("a", 2): (False, 0.3, "the warm-up's windows still differed when its time was up"),
         ("b", 1): (True, 0.268, "the samples drifted by +26.8% while they were taken (z = +5.9)"),
+        ("d", 1): (True, 0.0, ""),
         ("b", 2): (False, -0.05, "the warm-up's windows still differed; the samples drifted by -5.0% (z = -4)"),
     }
     samples = [
@@ -48,7 +49,7 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
             "unsteady": unsteady,
         }
         for (variant, m), (warm, drift, unsteady) in series.items()
-        for _ in range(3)
+        for _ in range(9 if (variant, m) == ("d", 1) else 10)
     ]
     run = Run.create(tmp_path / "run", {"environment": {}})
     rows = [row(*key) for key in series] + [row("c", 1)]
@@ -58,6 +59,7 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
         "yes",
         "no (warm-up)",
         "no (drift +26.8 %)",
+        "unknown (9 samples)",
         "no (warm-up, drift -5.0 %)",
         "",
     ]
@@ -80,6 +82,6 @@ def test_a_time_whose_samples_record_no_steadiness_is_unknown_and_a_clock_needs_
     ]
     samples = {"variant": "timed", "dtype": "", "params": '{"m": 1}', "warm": True, "drift": 0.0, "unsteady": ""}
     run = Run.create(tmp_path / "run", {"environment": {}})
-    run.record("n", "e", rows, pd.DataFrame([samples]), input_hash="h")
+    run.record("n", "e", rows, pd.DataFrame([samples] * 10), input_hash="h")
     material = Material(run)
     assert [material.steadiness(row) for row in material.rows] == ["yes", "unknown", ""]

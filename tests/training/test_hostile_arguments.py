@@ -11,6 +11,7 @@ from torch import nn
 
 from hyperion.checkpoints import CheckpointError, checkpoint_path, newest_good, saving, write_state
 from hyperion.checkpoints.weights import read_weights
+from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
@@ -60,6 +61,11 @@ class Bigram(nn.Module):
 def bigram_engine(reduce=lambda nll, logits: nll, **options):
     model = Bigram(reduce)
     return LanguageEngine(model, adamw(model, 1e-3), lambda step: 1e-3, FP32, CPU, **options)
+
+
+def bigram_parts():
+    model = Bigram(lambda nll, logits: nll)
+    return model, adamw(model, 1e-3), lambda step: 1e-3
 
 
 def image_engine(**options):
@@ -139,6 +145,25 @@ BAD_SETTINGS = {
     "compile_blocks of text": (lambda f: ParallelPlan(compile_blocks="no"), "compile_blocks is 'no'"),
     "reshard of text": (lambda f: ParallelPlan("fsdp", reshard_after_forward="no"), "reshard_after_forward is 'no'"),
     "bf16 shards of DDP": (lambda f: ParallelPlan("ddp", param_dtype="bf16"), "belong to strategy 'fsdp'"),
+    "precision on no device": (lambda f: choose_precision("npu"), "'npu' is not a device"),
+    "a text for a precision": (lambda f: LanguageEngine(*bigram_parts(), "fp32", CPU), "the precision is 'fp32'"),
+    "a number for a plan": (lambda f: train(small_engine(), small_batches(), 60), "the plan is 60"),
+    "schedule of NaN at step 2": (
+        lambda f: train(scheduled(lambda step: 1e-3 if step < 2 else math.nan), small_batches(), TrainingPlan(steps=3)),
+        "learning rate nan for step 2",
+    ),
+    "validation of None": (
+        lambda f: train(small_engine(), small_batches(), TrainingPlan(steps=1), validation=lambda: None),
+        "validation returned None, which is no iterable",
+    ),
+    "evaluation without a loss": (lambda f: evaluated({"accuracy": 0.5}), "evaluate returned {'accuracy': 0.5}"),
+    "evaluation of None": (lambda f: evaluated(None), "evaluate returned None"),
+    "text of few tokens": (
+        lambda f: LanguageBatches(np.zeros(50, np.int64), 64, 8),
+        r"tokens of shape \(50,\) have no window of 65",
+    ),
+    "rows of tokens": (lambda f: LanguageBatches(np.zeros((50, 9), np.int64), 4, 8), r"tokens of shape \(50, 9\)"),
+    "a batch of none": (lambda f: LanguageBatches(np.zeros(500, np.int64), 4, 0), "the batch size is 0"),
     "precision": (lambda f: choose_precision(CPU, "fp64"), "no training precision is named 'fp64'"),
     "Precision by hand": (lambda f: Precision("float32", "by hand"), "dtype is 'float32'"),
     "width 0": (lambda f: TransformerConfig(8, 8, 0, 1, 1), "width is 0"),
@@ -167,6 +192,18 @@ BAD_SETTINGS = {
     "HWC images in the plain loop": (lambda f: plain_loop(BYTES.transpose(0, 2, 3, 1)), "32, 32, 3"),
     "labels of the plain loop": (lambda f: plain_loop(BYTES, np.ones(12)), "labels are float64"),
 }
+
+
+def scheduled(schedule):
+    engine = small_engine()
+    engine.schedule = schedule
+    return engine
+
+
+def evaluated(outcome):
+    engine = small_engine()
+    engine.evaluate = lambda batches: outcome
+    return train(engine, small_batches(), TrainingPlan(steps=1), validation=small_validation)
 
 
 def file_in(folder):

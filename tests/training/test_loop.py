@@ -18,6 +18,7 @@ from hyperion.training import (
     EpochRecord,
     History,
     Interrupted,
+    LanguageEngine,
     NonFiniteError,
     TrainingPlan,
     mean_over_ranks,
@@ -341,6 +342,52 @@ def test_a_loader_that_ends_early_is_an_error():
 
     with pytest.raises(HyperionError, match="ended 2 batches before the end of the epoch"):
         train(small_engine(), Short(small_batches(), -1), TrainingPlan(epochs=1))
+
+
+def test_a_loader_without_a_position_that_has_more_batches_than_it_says_is_an_error():
+    class Long:
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter([next(iter(small_batches()))] * 5)
+
+    with pytest.raises(HyperionError, match=r"more batches than its len\(\) of 3"):
+        train(small_engine(), Long(), TrainingPlan(epochs=2))
+    # The plan may end within an epoch.
+    assert len(train(small_engine(), Long(), TrainingPlan(steps=2)).losses) == 2
+
+
+class ForgetsEval(LanguageEngine):
+    """As an engine of one's own may: its evaluation does not switch the model to evaluation mode."""
+
+    def evaluate(self, batches):
+        self.modes = [module.training for module in self.model.modules()]
+        losses = [self.model(*batch).mean() for batch in batches]
+        return {"loss": float(torch.stack(losses).mean())}
+
+
+def test_an_evaluation_changes_no_training_and_no_mode_of_a_module(whole):
+    history, _ = whole
+    small = small_engine()
+    engine = ForgetsEval(small.model, small.optimizer, small.schedule, small.precision, "cpu")
+    frozen = list(engine.model.modules())[-1]
+    frozen.eval()
+    evaluated = train(engine, small_batches(), TrainingPlan(steps=14), validation=lambda: [next(iter(small_batches()))])
+    assert not any(engine.modes) and not frozen.training and engine.model.training
+    # Dropout draws from torch's generator. In training mode, the evaluation would have changed the losses after step 7.
+    assert evaluated.losses == history.losses[:14]
+
+
+@pytest.mark.parametrize("option", [{"betas": (0.5, 0.95)}, {"weight_decay": 5.0}, {"eps": 1e-3}])
+def test_a_resume_with_another_option_of_the_optimizer_is_refused_and_with_another_learning_rate_it_is_not(tmp_path, option):
+    train(small_engine(), small_batches(), TrainingPlan(steps=2), folder=tmp_path)
+    other = small_engine()
+    for group in other.optimizer.param_groups:
+        group.update(option)
+    with pytest.raises(CheckpointError, match=f"{next(iter(option))}.* in the checkpoint and .* here"):
+        train(other, small_batches(), TrainingPlan(steps=4), folder=tmp_path)
+    assert len(train(small_engine(learning_rate=1e-3), small_batches(), TrainingPlan(steps=4), folder=tmp_path).losses) == 4
 
 
 @pytest.fixture

@@ -108,4 +108,4 @@ def test_zeros_make_no_headline(tmp_path, random):
     for experiment, rows in (("best_products", best_rows(random, True)), ("operand_data", data_rows(random, True))):
         run.record(LIMITS, experiment, rows, pd.DataFrame({"time_s": [0.1]}), input_hash="h")
     quoted = [headline.row for headline in headlines(Material(run))]
-    assert {row.dtype for row in quoted} == set(GPU) and {row.experiment for row in quoted} == {"best_products"}
+    assert quoted and {row.experiment for row in quoted} == {"best_products"}
