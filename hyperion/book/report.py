@@ -243,8 +243,8 @@ def _published_value(headline: Headline) -> str:
     row = headline.row
     value = None
     if row.metric == "gemm_tflops":
-        table = published_gemm()
-        value = max(table.query("dtype == @row.dtype")["tflops"].tolist(), default=None)
+        same = published_gemm().query("dtype == @row.dtype and n == @row.params['m']")
+        value = max(same["tflops"].tolist(), default=None)
     elif row.metric == "bandwidth_gb_s" and row.variant == "add":
         value = max(published_bandwidth()["gb_s"].tolist())
     elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
