@@ -5,14 +5,15 @@ import pandas as pd
 import pytest
 
 from hyperion.chapter import variants
-from hyperion.chapter.context import Result
+from hyperion.chapter.context import Context, Result
 from hyperion.errors import HyperionError
 from hyperion.experiments.scaling import scaling
-from hyperion.experiments.scaling.scaling import EXPOSED, MODES, ScalingOptions, _difference_rows, _exposed_row
+from hyperion.experiments.scaling.scaling import EXPOSED, MODES, ScalingOptions, _difference_rows, _exposed_row, step_times
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.steps.trace import COMMUNICATION, GAPS, GEMM, MEMORY, Event, Trace
 from hyperion.processes import JobError, run_ranks
+from hyperion.results import Row
 from tests.chapter.toy import perform, toy_context
 from tests.hardware.machines import facts
 
@@ -141,6 +142,75 @@ def test_a_difference_that_may_be_zero_or_less_is_no_share(tmp_path, alone, is_s
 def test_without_the_step_alone_there_is_neither(tmp_path):
     difference, share, _ = cells(tmp_path, [10.0] * 5, [])
     assert difference.value is None and share.value is None and "does not fit" in difference.value_reason
+
+
+def samples_of(step_s: dict[tuple[int, str], list[float]], losses: dict[int, list[float]]) -> pd.DataFrame:
+    """Made-up samples of one workload. An item has 1e12 FLOPs, and the batch is 4 items per device in weak scaling, or in total.
+
+    Args:
+        step_s: time of every step on each rank, by number of ranks and mode.
+        losses: losses of the parity check, by number of ranks.
+    """
+    frames = []
+    for (ranks, mode), seconds in step_s.items():
+        items = 4 * (ranks if mode == "weak" else 1)
+        about = {"kind": "step", "ranks": ranks, "mode": mode, "items": items, "least_flops": items * 1e12}
+        for rank, time_s in enumerate(seconds):
+            frames.append(pd.DataFrame({"index": range(6), "time_s": time_s}).assign(rank=rank, **about))
+    for ranks, curve in losses.items():
+        for rank in range(ranks):
+            frame = pd.DataFrame({"index": range(len(curve)), "loss": curve})
+            frames.append(frame.assign(kind="parity", ranks=ranks, rank=rank))
+    return pd.concat(frames, ignore_index=True)
+
+
+STEPS_S = {(1, "weak"): [0.1], (2, "weak"): [0.125, 0.125], (2, "strong"): [0.08, 0.08]}
+LOSSES = {1: [4.0, 3.0, 2.0], 2: [4.0, 3.0, 2.0]}
+
+
+def rows_of_samples(tmp_path, own: pd.DataFrame, dtype: str = "fp32") -> list[Row]:
+    """The rows on one and on two ranks."""
+    context = toy_context("scaling", SIZES, tmp_path)
+    training = ScalingOptions.of(context).workloads[0]
+    return [row for ranks in (1, 2) for row in scaling._cells(context, dtype, training, own, ranks, "")]
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank():
+    own = samples_of({(2, "weak"): [0.3, 0.4]}, {})
+    own.loc[own["index"] == 5, "time_s"] = [0.9, 0.2]  # another rank is the slowest in the last step
+    assert step_times(own, "weak", 2).tolist() == [0.4] * 5 + [0.9]
+
+
+def test_speedup_is_work_per_time_relative_to_one_device(tmp_path):
+    rows = rows_of_samples(tmp_path, samples_of(STEPS_S, LOSSES))
+    found = {(row.metric, row.params["mode"]): row.value for row in rows if row.metric in ("speedup", "scaling_efficiency")}
+    # Weak: twice the work in 1.25 times the time. Strong: the same work in 0.8 times the time.
+    assert found == pytest.approx(
+        {
+            ("speedup", "weak"): 1.6,
+            ("scaling_efficiency", "weak"): 0.8,
+            ("speedup", "strong"): 1.25,
+            ("scaling_efficiency", "strong"): 0.625,
+        }
+    )
+
+
+def test_other_losses_on_two_ranks_than_on_one_are_refused(tmp_path):
+    for last, refused in ((2.0, False), (2.002, True)):
+        rows = rows_of_samples(tmp_path, samples_of(STEPS_S, LOSSES | {2: [4.0, 3.0, last]}))
+        (parity,) = [row for row in rows if row.metric == "relative_difference"]
+        assert parity.value == pytest.approx(last / 2 - 1) and parity.without_failed_value().is_unexpected is refused
+
+
+def test_the_limit_of_a_step_counts_the_work_of_one_device(monkeypatch, tmp_path):
+    monkeypatch.setattr(Context, "device", detect(facts("H100 SXM")))
+    rows = rows_of_samples(tmp_path, samples_of(STEPS_S, LOSSES), "bf16")
+    limits = {(row.params["ranks"], row.params["mode"]): row.limit for row in rows if row.metric == "step_time_s"}
+    one = limits[1, "weak"]
+    # 4e12 FLOPs on one device, at a peak of about 1 PFLOPS.
+    assert one == pytest.approx(4e-3, rel=0.1) and limits == {(1, "weak"): one, (2, "weak"): one, (2, "strong"): one / 2}
+    rates = {(row.params["ranks"], row.params["mode"]): row.limit for row in rows if row.metric == "tokens_per_s"}
+    assert rates == pytest.approx({(1, "weak"): 4 / one, (2, "weak"): 8 / one, (2, "strong"): 8 / one})
 
 
 @pytest.mark.long

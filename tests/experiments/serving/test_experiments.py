@@ -32,12 +32,13 @@ from hyperion.experiments.serving.server import Server, ServerError, close_serve
 from hyperion.experiments.serving.server_answers import Reference, differing_pieces, first_undecided
 from hyperion.experiments.serving.server_load import tokens_sent_together
 from hyperion.experiments.serving.server_soak import RequestRefused, hang_up, slope_estimate
-from hyperion.hardware import detect_cpu
+from hyperion.hardware import detect, detect_cpu
 from hyperion.processes.child_process import has_ended
 from hyperion.results import Row, RowError
 from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
 from tests.chapter.toy import perform, toy_context
 from tests.experiments.serving.scripted import Script, scripted_server
+from tests.hardware.machines import facts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -350,6 +351,69 @@ def test_a_load_has_percentiles_over_runs(toy, tmp_path):
     assert ttft["open", 50].value >= 0.02
 
 
+def rows_of_replies(tmp_path, monkeypatch, *runs: list[Reply]) -> dict:
+    """The values of a loop with the given replies in each run, by (metric, percentile)."""
+    context = toy_context("server_load", LOAD, tmp_path)
+    options, model = server_load.ServerLoadOptions.of(context), ServedModel("toy", tmp_path, "synthetic")
+    monkeypatch.setattr(server_load, "decoding_limit", lambda *arguments: (None, "no limit: toy"))
+    measured = server_load.Measured({"users": 2}, len(runs[0]), list(runs))
+    rows = server_load._rows(context, options, "toy", model, measured, measured.reason)
+    return {(row.metric, row.params.get("percentile")): row.value for row in rows}
+
+
+def test_each_latency_has_the_percentiles_of_its_own_times(tmp_path, monkeypatch):
+    # The first token after 1, 2, … 100 s, each of the two other tokens after as many ms, and the end after as many s.
+    run = [Reply(7.0, 7 + 2.0 * n, first_s=7.0 + n, last_s=7 + n + 2 * n / 1e3, tokens=3) for n in range(100, 0, -1)]
+    values = rows_of_replies(tmp_path, monkeypatch, run, run, run)
+    for metric, unit in (("ttft_s", 1.0), ("tpot_s", 1e-3), ("request_time_s", 2.0)):
+        assert [values[metric, percent] for percent in (50, 95, 99)] == pytest.approx([50 * unit, 95 * unit, 99 * unit])
+
+
+def test_a_load_counts_requests_and_their_tokens(tmp_path, monkeypatch):
+    # Four requests with five tokens each, in 2 s from the first due time to the last end.
+    run = [Reply(7.0 + n / 2, 7.5 + n / 2, first_s=7.1 + n / 2, last_s=7.4 + n / 2, tokens=5) for n in range(4)]
+    values = rows_of_replies(tmp_path, monkeypatch, run, run, run)
+    assert (values["requests_per_s", None], values["output_tokens_per_s", None]) == (2.0, 10.0)
+
+
+@pytest.fixture
+def sent(toy, tmp_path, monkeypatch):
+    """What a load sends: the loops with their replies, and the arguments of all calls of the two kinds of loops."""
+    toy()
+    closed, opened = [], []
+
+    def replies(prompts) -> list[Reply]:
+        return [Reply(0.0, 1.0, 0.5, 0.9, tokens=3, prompt=prompt) for prompt in prompts]
+
+    async def closed_loop(endpoint, prompts, tokens, users):
+        closed.append(SimpleNamespace(prompts=prompts, users=users))
+        return replies(prompts)
+
+    async def open_loop(endpoint, prompts, tokens, requests_per_s, seed):
+        opened.append(SimpleNamespace(prompts=prompts, seed=seed))
+        return replies(prompts)
+
+    monkeypatch.setattr(server_load, "closed_loop", closed_loop)
+    monkeypatch.setattr(server_load, "open_loop", open_loop)
+    context = toy_context("server_load", LOAD, tmp_path)
+    options, model = server_load.ServerLoadOptions.of(context), ServedModel("toy", tmp_path, "synthetic")
+    server = SimpleNamespace(endpoint=Endpoint("", "key", "toy"))
+    loops = server_load._loops(context, options, server, model, lambda done, note: None)
+    return SimpleNamespace(loops=loops, closed=closed, opened=opened)
+
+
+def test_the_runs_of_an_open_loop_have_different_arrivals(sent):
+    assert len(sent.opened) == LOAD["runs"] == len({run.seed for run in sent.opened})
+
+
+def test_the_first_requests_warm_the_server_up_with_the_most_users_and_are_in_no_run(sent):
+    warm_up = sent.closed[0]
+    assert warm_up.users == 2 and len(warm_up.prompts) == 4
+    measured = [reply.prompt for loop in sent.loops for run in loop.runs for reply in run]
+    assert len(measured) == len(set(measured)) == LOAD["runs"] * (4 + 100 + 5)
+    assert not set(warm_up.prompts) & set(measured)
+
+
 def test_a_loop_with_a_failed_request_has_no_values(toy, tmp_path, monkeypatch):
     toy()
     with served_in_this_process(fail_every=50) as server:
@@ -498,6 +562,22 @@ def test_the_interval_of_the_growth_contains_that_of_a_random_walk():
     slopes = [slope_estimate(np.arange(500), walk) for walk in walks]
     # The coverage of 95 % intervals in 400 cases is below 90 % with a probability of 1e-5. Medians of segments cost 3 %.
     assert np.mean([slope.ci_low < 0 < slope.ci_high for slope in slopes]) > 0.87
+
+
+def test_a_constant_rate_is_the_rate_of_every_segment():
+    # The first 20 answers are not used. Each later one has 2 tokens and takes 0.5 s.
+    fitted = np.arange(100) >= 20
+    readings = pd.DataFrame({"fitted": fitted, "time_s": np.cumsum(np.where(fitted, 0.5, 3.0))})
+    rates = server_soak._rates([Reply(0.0, 0.5, tokens=2)] * 100, readings)
+    assert len(rates) == 10 and rates == pytest.approx([4.0] * 10)
+
+
+def test_a_step_of_decoding_takes_at_least_the_time_of_reading_the_weights_in_their_format():
+    context = SimpleNamespace(device=detect(facts("H100 SXM")))
+    model = SimpleNamespace(weight_bytes=lambda dtype: 10**9 * {"bf16": 2, "fp32": 4}[dtype])
+    (half_s, source), (whole_s, _) = (kv_cache_memory.decoding_limit(context, model, dtype) for dtype in ("bf16", "fp32"))
+    # 2 GB at 3.35 TB/s.
+    assert half_s == pytest.approx(0.597e-3, rel=0.01) and whole_s == 2 * half_s and source.startswith("2 GB of weights")
 
 
 @pytest.mark.slow

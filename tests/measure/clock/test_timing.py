@@ -161,6 +161,12 @@ def test_warm_up_goes_on_until_the_windows_agree():
     assert medians[-1] == pytest.approx(1e-3)
 
 
+def test_two_windows_that_agree_before_the_calls_become_faster_do_not_end_the_warm_up():
+    # One call fills a window. The calls become faster after two windows, as when a program is compiled in the background.
+    seconds = [0.002, 0.002, 0.001, 0.001, 0.001]
+    assert _warm_up(ScriptedClock(), iter(seconds).__next__, limit_s=60, window_s=1e-6, called=True) == (seconds, True)
+
+
 def test_warm_up_that_never_settles_ends_at_its_limit_and_says_so():
     class RestlessClock:
         now = staticmethod(time.monotonic)
