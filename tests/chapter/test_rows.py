@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from hyperion.chapter.rows import wrong_product
+from hyperion.chapter.rows import CACHE_MULTIPLE, bandwidth_limit, wrong_product
 from hyperion.chapter.variants import packed, restored
+from hyperion.hardware import detect
 from hyperion.measure import Verification
 from hyperion.results import Estimate, Metric
 from tests.chapter.toy import toy_context
+from tests.hardware.machines import facts
 
 
 def test_an_estimate_gives_its_interval_and_an_absent_value_its_reason(tmp_path):
@@ -38,3 +40,13 @@ def test_a_context_travels_with_its_upstream_rows_and_the_definitions_of_their_m
     context = toy_context("toy", {"sizes": [1, 2.5]}, tmp_path, upstream=[replace(row, metric="marks", own_metric=own)])
     again = restored(json.loads(json.dumps(packed(context))))
     assert again == context and again.upstream[0].definition == own
+
+
+def test_traffic_that_a_cache_may_hold_in_part_has_no_limit():
+    h100 = detect(facts("H100 SXM"))
+    enough = CACHE_MULTIPLE * h100.last_level_cache_bytes
+    for traffic_bytes in (enough // 2, enough - 1):
+        limit, reason = bandwidth_limit(h100, traffic_bytes)
+        assert limit is None and "50 MiB of last-level cache" in reason
+    limit, source = bandwidth_limit(h100, enough)
+    assert limit > 3000 and source.startswith("device memory")

@@ -20,6 +20,7 @@ from hyperion.doctor.floors import (
     ONE,
     WRONG,
     FloorReport,
+    _Together,
     measure_on_rank,
     modes_of,
 )
@@ -218,6 +219,27 @@ def test_an_mi250x_works_by_one_die_by_a_module_and_by_all(tmp_path):
 def test_other_gpus_have_no_modules(tmp_path):
     h200 = facts(gpus=(gpu("H200"), gpu("H200")))
     assert modes_of([detect(h200, index) for index in range(2)], tmp_path) == {ONE: [0], ALL: [0, 1]}
+
+
+def test_a_device_is_kept_busy_until_the_slowest_one_has_measured_and_the_first_rows_count():
+    done, calls = iter([False, False, True]), []
+
+    class Barrier:
+        def wait(self, name, ranks):
+            calls.append(f"wait {name} {ranks}")
+
+        def arrive(self, name):
+            calls.append(f"arrive {name}")
+
+        def is_complete(self, name, ranks):
+            return next(done)
+
+    def measure():
+        calls.append("measure")
+        return [f"row {calls.count('measure')}"]
+
+    assert _Together(Barrier(), "all/0", 2).measure_with_others(measure, heat_s=0.0) == ["row 1"]
+    assert calls == ["wait all/0/start 2", "measure", "arrive all/0/done", "measure", "measure"]
 
 
 @pytest.mark.process

@@ -233,6 +233,13 @@ def test_the_energy_is_that_of_the_counter_or_the_integral_of_the_power():
     assert energy_of(series(None, None)) is None and energy_of(series(100.0)) is None
 
 
+def test_a_counter_that_a_reading_lacks_gives_no_energy_of_the_whole_time():
+    first, *others = series(100.0, 200.0, 100.0, counter=True)
+    without = replace(first, telemetry=replace(first.telemetry, energy_j=None))
+    # The counter of the last two readings grows by 700 J, but they are only half of the time.
+    assert energy_of([without, *others]) == pytest.approx(2 * 150 + 2 * 150)
+
+
 def test_the_mean_power_is_that_of_all_devices_between_two_times():
     # Readings at 10, 12, 14, 16 and 18 seconds.
     idle_then_busy = series(100.0, 100.0, 500.0, 500.0, 100.0)

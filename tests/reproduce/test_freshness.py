@@ -143,3 +143,21 @@ def test_a_notebook_runs_again_if_a_package_that_its_rows_lacked_is_installed(pr
     notebook = SimpleNamespace(stem="01_x", produces=("gemm",))
     assert freshness.is_up_to_date(notebook, {}) is (profile == "replay")
     assert freshness.why_again(notebook, {}) == again
+
+
+def test_the_rows_of_needed_and_of_optional_chapters_are_inputs(tmp_path):
+    run = Run.create(tmp_path / "run", {})
+    machine = SimpleNamespace(settings={"sizes": {}})
+    freshness = Freshness(SimpleNamespace(), machine, SimpleNamespace(setting={}, run=run))
+    notebook = read_notebook(write_notebook(tmp_path, "02_y", ["1"], needs=["00_w"], optional=["01_x"], produces=[]))
+
+    def changed_by_rows_of(chapter):
+        before = freshness.inputs(notebook, None)
+        row = Row(notebook=chapter, experiment="e", variant="v", metric="count", value=1.0)
+        run.record(chapter, "e", [row], pd.DataFrame({"x": [1.0]}), input_hash="h")
+        after = freshness.inputs(notebook, None)
+        assert set(after) == set(before)
+        return {name for name, digest in after.items() if digest != before[name]}
+
+    for chapter, changed in (("00_w", {"rows of 00_w"}), ("01_x", {"rows of 01_x"}), ("03_z", set())):
+        assert changed_by_rows_of(chapter) == changed

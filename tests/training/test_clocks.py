@@ -12,7 +12,7 @@ import torch
 
 from hyperion.checkpoints import read_state, write_state
 from hyperion.hardware import Device, detect_cpu
-from hyperion.training import EpochRecord, History, Interrupted, StopFlag, mean_over_ranks
+from hyperion.training import EpochRecord, History, Interrupted, StopFlag, clocks, mean_over_ranks
 from hyperion.training.clocks import SYNC_STEPS, UNTIMED_STEPS, EpochMeter, Pulse
 
 
@@ -139,6 +139,21 @@ def test_the_wall_time_has_the_warm_up_steps_but_no_pause():
     assert results["time_s"] == 0 and results["wall_s"] >= 0.04
     meter.pause()
     assert meter.results() == results
+
+
+def test_the_device_is_waited_for_before_the_time_is_read(monkeypatch):
+    class Region(clocks.PeakMemoryRegion):
+        def __exit__(self, *exception):
+            time.sleep(0.05)  # the device still works on the steps
+            super().__exit__(*exception)
+
+    monkeypatch.setattr(clocks, "PeakMemoryRegion", Region)
+    meter = EpochMeter(detect_cpu(), warmed_up=True)
+    meter.start()
+    meter.count(items(1))
+    meter.pause()
+    results = meter.results()
+    assert results["wall_s"] >= 0.05 and results["time_s"] >= 0.05
 
 
 def test_the_largest_memory_that_the_allocator_held_is_kept(monkeypatch):

@@ -3,16 +3,22 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from hyperion.hardware import detect_cpu
-from hyperion.training import EpochRecord, History
-from hyperion.workloads.training_rows import Contender, compare_steps, epoch_rows
+from hyperion.chapter import Context
+from hyperion.hardware import Telemetry, detect, detect_cpu, gemm_path, peak
+from hyperion.measure import Timing
+from hyperion.models import ModelFlops
+from hyperion.training import EpochRecord, History, Precision
+from hyperion.workloads.training_rows import Contender, compare_steps, epoch_rows, flops_floor, speed_rows
 from hyperion.workloads.workloads import ImageSizes, random_batch, workload
 from tests.chapter.toy import toy_context
+from tests.hardware.machines import facts
 
 CPU = detect_cpu()
+H100 = detect(facts("H100 SXM"))
 WORK = workload(ImageSizes(width=4, batch_size=2, learning_rate=1e-3, warmup_steps=1))
 
 
@@ -66,3 +72,26 @@ def test_an_epoch_has_its_wall_time_and_on_a_gpu_the_memory_that_the_allocator_h
     assert values["epoch_time_s"] == 0.75 and values[memory] == 2.0
     assert values.get("reserved_memory_gib") == reserved_gib
     assert all(row.params["epoch"] == 1 for row in rows)
+
+
+def test_the_limit_counts_what_must_be_computed_and_the_mfu_what_is_counted_by_convention(tmp_path, monkeypatch):
+    monkeypatch.setattr(Context, "device", property(lambda of_context: H100))
+    items, seconds, least_flops, flops = 8, 0.02, 2e11, ModelFlops(10**11, 3 * 10**11)
+    timing = Timing(np.full(30, seconds), (seconds,), True, False, "interval", Telemetry())
+    shared = {"dtype": "bf16", "params": {"batch": items}, "data_source": "synthetic"}
+    context = toy_context("toy", {}, tmp_path)
+    rows = {row.metric: row for row in speed_rows(context, "lm", "token", items, timing, flops, least_flops, shared)}
+    of_h100 = peak(H100, gemm_path("bf16", H100))
+    floor_s = least_flops * items / (of_h100.limit_tflops * 1e12)
+    assert rows["step_time_s"].limit == pytest.approx(floor_s)
+    assert rows["tokens_per_s"].limit == pytest.approx(items / floor_s)
+    assert rows["tokens_per_s"].value == pytest.approx(items / seconds)
+    assert rows["mfu"].value == pytest.approx(flops.forward_backward * items / seconds / (of_h100.published_tflops * 1e12))
+
+
+@pytest.mark.parametrize("products", ["tf32", "fp32"])
+def test_steps_in_fp32_have_the_limit_of_tf32_where_products_may_use_it(products):
+    with Precision(products, "test").products():
+        floor_s, _ = flops_floor(H100, "fp32", 1e15)
+    limit_tflops = peak(H100, gemm_path(products, H100)).limit_tflops
+    assert floor_s == pytest.approx(1e15 / (limit_tflops * 1e12))

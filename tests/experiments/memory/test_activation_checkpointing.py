@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from hyperion.experiments.memory import activation_checkpointing
 from hyperion.experiments.memory.activation_checkpointing import EXPERIMENT, largest_difference
+from hyperion.parallel import ParallelPlan
 from hyperion.parallel.parallelize import BUDGET, CHECKPOINTING, EVERY_BLOCK, NONE, SELECTIVE
 from tests.chapter.toy import by_params, perform, toy_context
 
@@ -88,3 +90,22 @@ def test_a_block_that_is_run_again_with_other_random_numbers_would_be_found():
     reference = {"layer": torch.randn(64)}
     other = {"layer": reference["layer"] * torch.bernoulli(torch.full((64,), 0.9))}
     assert largest_difference(other, reference) > 1e-5
+
+
+@pytest.mark.parametrize("kind", ["language", "image"])
+def test_what_is_computed_again_is_part_of_the_least_work_of_a_policy(kind, context, monkeypatch):
+    least_flops = {}
+
+    def compare(context, work, batch, contenders, *rest):
+        least_flops.update({contender.params["checkpointing"]: contender.least_flops for contender in contenders})
+
+    monkeypatch.setattr(activation_checkpointing, "compare_steps", compare)
+    setup = activation_checkpointing._Setup.of(context)
+    work = setup.work(kind)
+    plans = [ParallelPlan(), *(ParallelPlan(checkpointing=policy) for policy in (EVERY_BLOCK, SELECTIVE))]
+    plans.append(ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=1))
+    activation_checkpointing._timed(setup, work, plans)
+    # Selective checkpointing keeps the outputs of matrix products.
+    assert least_flops[NONE] == least_flops[SELECTIVE] == work.least_flops
+    assert least_flops[EVERY_BLOCK] == pytest.approx(work.least_flops + work.block_flops) and work.block_flops > 0
+    assert least_flops[BUDGET] == pytest.approx(work.least_flops + work.block_flops / work.blocks)

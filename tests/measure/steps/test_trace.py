@@ -1,7 +1,9 @@
 """A step's phases are those of the timed steps, and add up to it; what runs outside of every phase is caught."""
 
 import itertools
+import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import time_step
 from hyperion.measure.clock import clocks
+from hyperion.measure.steps import trace
 
 PHASES = ("forward", "backward", "optimizer")
 QUICK = {"minimum_samples": 10, "time_limit_s": 0.05}
@@ -100,6 +103,27 @@ def test_phases_belong_to_the_sampled_steps_when_the_clock_is_checked_after_them
     assert set(timing.whole.samples_s) == {2e-3, 6e-3}
 
 
+def test_a_call_that_the_clock_does_not_time_is_in_no_phase(cpu, spend, monkeypatch):
+    sample, numbers = clocks._HostClock.sample, itertools.count()
+
+    def after_one_call(clock, functions, flush, count):
+        functions[0]()  # as the clock of a GPU does before a small batch
+        return sample(clock, functions, flush, count)
+
+    monkeypatch.setattr(clocks._HostClock, "sample", after_one_call)
+
+    stamps = trace._Stamps(cpu)
+
+    def step():
+        stamps.steps.append({})
+        with stamps.phase("forward"):
+            spend(1 + next(numbers))
+
+    taken = [seconds for _ in range(2) for seconds in stamps.sample([step], None, 3)[0]]
+    assert taken == pytest.approx([2e-3, 3e-3, 4e-3, 6e-3, 7e-3, 8e-3])
+    assert stamps.seconds(np.array(taken))["forward"] == pytest.approx(taken)
+
+
 def test_a_phase_entered_twice_is_summed(cpu, spend):
     def accumulating(phase):
         for _ in range(2):
@@ -133,3 +157,30 @@ def test_an_error_within_a_phase_reaches_the_caller(cpu):
 
     with pytest.raises(MemoryError, match="no room"):
         time_step(failing, cpu, **QUICK)
+
+
+@pytest.mark.parametrize("interrupted", range(3))
+def test_an_interruption_of_one_window_is_in_no_trace(cpu, interrupted, monkeypatch):
+    class Profile:
+        """A profiler whose windows last 10 and 11 ms, and the interrupted one 60 ms."""
+
+        def __init__(self, **options): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception): ...
+
+        def export_chrome_trace(self, path):
+            durations_ms = [10, 11]
+            durations_ms.insert(interrupted, 60)
+            window = {"ph": "X", "cat": "user_annotation", "name": trace._WINDOW, "tid": 1}
+            starts = range(1, 4)
+            events = [window | {"ts": n * 1e5, "dur": ms * 1e3} for n, ms in zip(starts, durations_ms, strict=True)]
+            Path(path).write_text(json.dumps({"traceEvents": events}))
+
+    monkeypatch.setattr(trace, "profile", Profile)
+    calls = []
+    traced = trace.trace_steps(lambda: calls.append(None), None, cpu, 2)
+    assert traced.end_ns - traced.start_ns == 11_000_000 and traced.steps == 2
+    assert len(calls) == 1 + 3 * 2

@@ -23,6 +23,7 @@ from hyperion.measure import (
     verify_sum,
 )
 from hyperion.measure.clock.verify import poison_bits
+from hyperion.measure.traffic import bandwidth
 from hyperion.measure.traffic.bandwidth import _random_bytes
 from tests.hardware.machines import facts, gpu
 
@@ -136,6 +137,21 @@ def test_every_kind_of_host_memory_goes_one_way_through_the_core(cpu, pinned):
     measured = measure_copy(source, torch.empty_like(source), cpu, pinned=pinned, time_limit_s=0.02)
     assert measured.verification.passed and measured.pinned is pinned
     assert measured.clock.startswith("the host's clock")
+
+
+@pytest.mark.parametrize(("pinned", "calls"), [(True, 0), (False, 1), (None, 0)])
+def test_only_copies_of_pageable_memory_are_timed_by_the_host(cpu, pinned, calls, monkeypatch):
+    asked, timed = [], bandwidth.time_function
+
+    def time_function(*arguments, back_to_back, **options):
+        asked.append(back_to_back)
+        return timed(*arguments, back_to_back=back_to_back, **options)
+
+    monkeypatch.setattr(bandwidth, "time_function", time_function)
+    source = _random_bytes(1000, seed=0)
+    measure_copy(source, torch.empty_like(source), cpu, pinned=pinned, time_limit_s=0.01)
+    # With 0, a sample would be the time on the clock of the GPU. That clock leaves out the copy into the driver's own buffer.
+    assert asked == [calls]
 
 
 class ShortCopy(torch.Tensor):
