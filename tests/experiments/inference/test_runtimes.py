@@ -30,8 +30,8 @@ from hyperion.experiments.inference.backends import (
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
 from hyperion.experiments.quantization import onnx_int8
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace_linears
-from hyperion.hardware import detect_cpu
-from hyperion.measure import FORMATS, Verification
+from hyperion.hardware import Telemetry, detect_cpu
+from hyperion.measure import FORMATS, Timing, Verification
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED, canonical_params
 from hyperion.workloads import batch_times
@@ -85,6 +85,24 @@ def measured(material, runtime, change=lambda logits: logits, model=1, dtype="fp
     return [row.without_failed_value() for row in rows]
 
 
+@pytest.fixture
+def equal_times(monkeypatch):
+    """Let the clock report 1 ms for every call, whatever its batch is.
+
+    Batch 3 is then timed and the best one on every machine. On a busy machine, a call may take longer than the 0.01 s of the
+    search, or a batch of one may be as fast per image.
+    """
+
+    def timed(calls, device, cold, **options):
+        for call in calls:
+            call()
+        return [Timing(np.full(30, 1e-3), (1e-3,), True, cold, "interval", Telemetry()) for _ in calls]
+
+    monkeypatch.setattr(batch_times, "second_call_s", lambda call, device: 1e-3)
+    monkeypatch.setattr(batch_times, "time_function", lambda call, device, **options: timed([call], device, **options)[0])
+    monkeypatch.setattr(runtimes, "time_interleaved", timed)
+
+
 def of(rows, metric, **params):
     return [row for row in rows if row.metric == metric and all(row.params.get(name) == one for name, one in params.items())]
 
@@ -115,7 +133,7 @@ def test_eager_mode_in_16_bits_is_itself_with_frequencies_in_float32(material, m
     assert {one.dtype for one in seen[0].buffers()} == {torch.float32}, "the frequencies of the rotary embeddings"
 
 
-def test_both_sides_of_a_speed_up_get_the_same_converted_inputs(material, monkeypatch):
+def test_both_sides_of_a_speed_up_get_the_same_converted_inputs(material, monkeypatch, equal_times):
     context, trained = material[0], material[1]
     options = RuntimesOptions.of(context)
     reference = runtimes._Reference(trained, CPU, CPU, options)
@@ -133,6 +151,20 @@ def test_both_sides_of_a_speed_up_get_the_same_converted_inputs(material, monkey
     rates = [row for row in rows if row.metric == "samples_per_s"]
     assert timed == {(row.variant, row.dtype, canonical_params(row.params)) for row in rates} and len(frames) == len(rates) == 6
     assert given == {"runtime": {(torch.bfloat16, True)}, "eager": {(torch.bfloat16, True)}}
+
+
+def test_the_limit_of_a_throughput_is_the_rate_of_products_over_the_work_of_an_example(material, monkeypatch, equal_times):
+    context, trained = material[0], material[1]
+    options = RuntimesOptions.of(context)
+    reference = runtimes._Reference(trained, CPU, CPU, options)
+    prepared = Prepared(trained.load(CPU), CPU, "fp32")
+    monkeypatch.setattr(runtimes, "gemm_limit", lambda device, dtype: (100.0, "the data sheet"))
+    monkeypatch.setattr(runtimes, "_flops_per_example", lambda reference: 2e9)
+    rows, _ = runtimes._Variant(context, options, "a runtime", prepared, reference).time_throughput(Verification("c", 0.0, 1.0))
+    rates = of(rows, "samples_per_s")
+    assert {row.params["role"] for row in rates} == {"search", "one example", "best batch"}
+    # 100 TFLOPS over 2 GFLOP.
+    assert {(row.limit, row.limit_source) for row in rates} == {(50_000.0, "2 GFLOP of an example at the data sheet")}
 
 
 def test_a_runtime_that_fails_is_unexpected_and_the_others_run(material, monkeypatch):
@@ -227,6 +259,16 @@ def test_a_wrong_runtime_has_no_value(material, change):
     rows = measured(material, EAGER, change)
     for row in of(rows, "relative_difference"):
         assert row.value is None and row.value_reason.startswith(UNEXPECTED)
+
+
+@pytest.mark.parametrize(("model", "metric"), [(1, "accuracy_difference"), (2, "perplexity_ratio")], ids=["classifier", "language"])
+def test_a_runtime_that_prefers_the_least_probable_class_has_a_lower_quality(material, monkeypatch, model, metric):
+    for times in ("time_latency", "time_throughput"):
+        monkeypatch.setattr(runtimes._Variant, times, lambda self, *check: ([], []))
+    rows = measured(material, EAGER, lambda y: -y, model=model)
+    (quality,) = of(rows, metric)
+    # The accuracy falls, and the perplexity rises.
+    assert quality.ci_high < 0 if model == 1 else quality.ci_low > 1
 
 
 @pytest.mark.parametrize(

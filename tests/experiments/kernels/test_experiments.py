@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,8 @@ from hyperion.experiments.kernels.claims import (
     product_claims,
 )
 from hyperion.experiments.kernels.timed_outputs import time_and_keep
-from hyperion.hardware import detect
+from hyperion.hardware import Telemetry, detect
+from hyperion.measure import Timing
 from hyperion.results import Row, RowError
 from tests.chapter.toy import perform, toy_context
 
@@ -37,6 +39,17 @@ def measured(rows, metric):
     return [row for row in rows if row.metric == metric and row.value is not None]
 
 
+def keep_with_times(seconds):
+    """Return a replacement of `time_and_keep` that calls each function once. `seconds` are their times, or one time of all."""
+
+    def keep(calls, device, time_limit_s):
+        times = seconds if isinstance(seconds, dict) else dict.fromkeys(calls, seconds)
+        timings = {name: Timing(np.full(30, times[name]), (), True, True, "interval", Telemetry()) for name in calls}
+        return timings, {name: call() for name, call in calls.items()}
+
+    return keep
+
+
 def test_row_kernels_are_checked_and_compared_with_a_copy(tmp_path):
     sizes = {"dtype": "fp32", "elements": 4096, "width": 64, "time_limit_s": 0.01}
     rows = perform(toy_context("row_kernels", sizes, tmp_path), tmp_path).rows
@@ -46,6 +59,13 @@ def test_row_kernels_are_checked_and_compared_with_a_copy(tmp_path):
     assert len(measured(rows, "rate_ratio")) == len(rates)
     absent = [row for row in rows if row.value is None]
     assert {row.variant for row in absent} == {"triton"} and all("next step" in row.value_reason for row in absent)
+
+
+def test_a_kernel_that_takes_twice_the_time_of_a_copy_has_half_of_its_bandwidth(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_kernels, "time_and_keep", keep_with_times({row_kernels.TORCH: 2e-3, row_kernels.COPY: 1e-3}))
+    sizes = {"dtype": "fp32", "elements": 4096, "width": 64, "time_limit_s": 0.01}
+    ratios = measured(perform(toy_context("row_kernels", sizes, tmp_path), tmp_path).rows, "rate_ratio")
+    assert {(row.variant, row.value) for row in ratios} == {("torch over copy", 0.5)}
 
 
 def test_a_wrong_softmax_is_refused(tmp_path, monkeypatch):
@@ -63,6 +83,24 @@ def test_products_are_verified(tmp_path):
     assert row.variant == "torch.mm" and row.check == "float64 slice" and row.check_error < 1e-6
 
 
+@pytest.mark.parametrize("wrong", ["triton", "torch.mm"])
+def test_the_speed_up_of_a_product_needs_both_products_to_be_right(wrong, tmp_path, monkeypatch):
+    def product(name):
+        return lambda a, b: (1.01 if name == wrong else 1) * (a @ b)
+
+    context = toy_context("matmul_kernel", {"dtype": "fp32", "shapes": [{"m": 33, "n": 17, "k": 9}], "time_limit_s": 0.01}, tmp_path)
+    monkeypatch.setattr(matmul_kernel, "why_no_kernels", lambda device: "")
+    search = context.absent_row("triton", "compile_time_s", "not on a CPU")
+    monkeypatch.setattr(matmul_kernel, "_search_row", lambda *given: search)
+    monkeypatch.setattr(matmul_kernel, "time_and_keep", keep_with_times(1e-3))
+    monkeypatch.setattr(matmul_kernel.operations, "matmul", product("triton"))
+    monkeypatch.setattr(torch, "mm", product("torch.mm"))
+    rows = [row.without_failed_value() for row in matmul_kernel.run(context, lambda *progress: None).rows]
+    values = {row.variant: row.value for row in rows if row is not search and row.metric in ("gemm_tflops", "speedup")}
+    assert values.keys() == {"triton", "torch.mm", "triton over torch.mm"}
+    assert {name for name, value in values.items() if value is None} == {wrong, "triton over torch.mm"}
+
+
 def test_attention_runs_in_the_backend_that_was_asked_for(tmp_path):
     rows = perform(toy_context("attention_speed", SPEED, tmp_path), tmp_path).rows
     rates = measured(rows, "attention_tflops")
@@ -76,6 +114,16 @@ def test_attention_runs_in_the_backend_that_was_asked_for(tmp_path):
     assert all(0 < row.check_error < row.check_tolerance for row in rates)
     reasons = {row.variant: row.value_reason for row in rows if row.value is None}
     assert reasons["cudnn"].startswith("refused: No viable backend") and "next step" in reasons["triton"]
+
+
+def test_the_rate_of_each_pass_of_attention_counts_its_own_flops(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_speed, "IMPLEMENTATIONS", ("flash",))
+    monkeypatch.setattr(attention_speed, "time_and_keep", keep_with_times(1e-3))
+    rows = perform(toy_context("attention_speed", SPEED, tmp_path), tmp_path).rows
+    # Two products with one multiply-add per feature, for each of 2 heads and half of all pairs. The backward pass has five.
+    flops = 2 * 2 * 2 * 64 * 33**2 / 2
+    rates = {row.params["pass"]: row.value for row in measured(rows, "attention_tflops")}
+    assert rates == pytest.approx({"forward": flops / 1e-3 / 1e12, "backward": 2.5 * flops / 1e-3 / 1e12})
 
 
 @pytest.mark.parametrize("fault", ["no scale", "sees one position ahead", "wrong gradient"])
