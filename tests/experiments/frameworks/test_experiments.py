@@ -6,19 +6,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hyperion.engines import Record, Stack, Work, plain, planted
-from hyperion.engines.launch import Unavailable, wait_for_turn
+from hyperion.chapter import Context
+from hyperion.engines import Record, Stack, Work, plain, planted, stack_named
+from hyperion.engines.launch import Outcome, Unavailable, wait_for_turn
 from hyperion.engines.observer import Observer
 from hyperion.engines.work import distinct_rows
 from hyperion.errors import HyperionError
 from hyperion.experiments.frameworks import framework_parity, framework_speed, planted_unfairness, trainer_defaults
 from hyperion.experiments.frameworks.figures import flat_tables
 from hyperion.experiments.frameworks.framework_parity import BITS, WORK
-from hyperion.experiments.frameworks.framework_speed import FASTER, RATIO, TRACED, explained_difference, part_table, ranking
-from hyperion.hardware import detect_cpu
+from hyperion.experiments.frameworks.framework_speed import (
+    FASTER,
+    RATIO,
+    TRACED,
+    FrameworkSpeedOptions,
+    explained_difference,
+    part_table,
+    ranking,
+)
+from hyperion.hardware import detect, detect_cpu
 from hyperion.measure.steps.step_parts import PARTS, StepParts
+from hyperion.models.llama import llama_flops_per_token, random_llama_shape
 from hyperion.results import Estimate, Row
 from tests.chapter.toy import by_params, perform, toy_context
+from tests.hardware.machines import facts
 
 pytestmark = pytest.mark.slow
 UNCHECKED = {"limit_source": "no limit: made up", "n": 1, "ci_low": 0.0, "ci_high": 1.0}
@@ -197,6 +208,58 @@ def test_without_times_of_the_plain_loop_there_is_no_ratio(tmp_path, in_this_pro
     rows = perform(toy_context("framework_speed", sizes, tmp_path), tmp_path).rows
     assert [row.variant for row in rows if row.metric == "count"] == ["hyperion"]
     assert not [row for row in rows if row.metric == "rate_ratio"]
+
+
+def test_each_round_of_launches_starts_with_another_framework(tmp_path, monkeypatch):
+    orders = []
+
+    def in_turn(stacks, launch_one, folder):
+        orders.append([stack.name for stack in stacks])
+        record = Record(**NO_RECORD | {"losses": [5.0, 4.0]}, step_times_s=[1.0, 1.0])
+        return [Outcome(name, replace(record, stack=name)) for name in orders[-1]]
+
+    monkeypatch.setattr(framework_speed, "launch_in_turn", in_turn)
+    monkeypatch.setattr(framework_speed, "_refusal", lambda *given: "refused: made up")
+    monkeypatch.setattr(Stack, "why_absent", lambda self: "")
+    stacks = ["plain loop", "hyperion", "accelerate"]
+    context = toy_context("framework_speed", SIZES | {"stacks": stacks, "launches": 4}, tmp_path)
+    framework_speed.run(context, lambda done, total, note="": None)
+    twins = [framework_speed.TWIN, framework_speed.OTHER_TWIN]
+    assert orders == [[*twins, *stacks], [*stacks[1:], *stacks[:1]], [*stacks[2:], *stacks[:2]], stacks]
+
+
+def test_the_first_half_of_the_steps_of_a_launch_is_warm_up():
+    runs = [Record(**NO_RECORD, step_times_s=times) for times in ([9, 9, 1, 1], [9, 9, 3, 3], [9, 9, 2, 2])]
+    assert framework_speed._over_launches(runs[:1]).value == 1
+    assert framework_speed._over_launches(runs).value == 2
+
+
+def test_a_framework_with_half_the_step_time_is_twice_as_fast_as_the_plain_loop(tmp_path):
+    context = toy_context("framework_speed", SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 2}, tmp_path)
+    times = {"plain loop": [2.0, 2.0], "hyperion": [1.0, 1.0]}
+    rows = framework_speed._comparison_rows(context, FrameworkSpeedOptions.of(context), times, "synthetic")
+    assert [(row.variant, row.metric, row.value) for row in rows] == [
+        ("plain loop", "count", 1),
+        ("hyperion", "count", 0),
+        ("hyperion", "rate_ratio", 2),
+    ]
+
+
+def test_the_peak_of_two_devices_is_twice_that_of_one(tmp_path, monkeypatch):
+    gpu = detect(facts("H100 SXM"))
+    monkeypatch.setattr(Context, "device", property(lambda of_context: gpu))
+    context = toy_context("framework_speed", SIZES | {"stacks": ["plain loop"], "launches": 1, "dtype": "bf16"}, tmp_path)
+    options, shape = FrameworkSpeedOptions.of(context), random_llama_shape(SIZES["model"], 256)
+
+    def mfu(ranks: int) -> float:
+        unreadable = {"peak_memory_gib": "made up"}
+        record = Record(**NO_RECORD | {"ranks": ranks, "unreadable": unreadable}, step_times_s=[1.0, 1.0])
+        rows = framework_speed._speed_rows(context, options, shape, stack_named("plain loop"), [record], {}, "synthetic")
+        return next(row.value for row in rows if row.metric == "mfu")
+
+    # A step of 4 rows of 16 tokens takes 1 s, and the vendor publishes 989.4 TFLOPS.
+    flops = llama_flops_per_token(shape, 16).forward_backward * 4 * 16
+    assert mfu(1) == pytest.approx(flops / 989.4e12) and mfu(2) == pytest.approx(flops / (2 * 989.4e12))
 
 
 def test_intervals_that_overlap_are_ties():

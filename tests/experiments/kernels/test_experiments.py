@@ -88,7 +88,9 @@ def test_the_speed_up_of_a_product_needs_both_products_to_be_right(wrong, tmp_pa
     def product(name):
         return lambda a, b: (1.01 if name == wrong else 1) * (a @ b)
 
-    context = toy_context("matmul_kernel", {"dtype": "fp32", "shapes": [{"m": 33, "n": 17, "k": 9}], "time_limit_s": 0.01}, tmp_path)
+    context = toy_context(
+        "matmul_kernel", {"dtype": "fp32", "shapes": [{"m": 33, "n": 17, "k": 9}], "time_limit_s": 0.01}, tmp_path
+    )
     monkeypatch.setattr(matmul_kernel, "why_no_kernels", lambda device: "")
     search = context.absent_row("triton", "compile_time_s", "not on a CPU")
     monkeypatch.setattr(matmul_kernel, "_search_row", lambda *given: search)
@@ -119,6 +121,7 @@ def test_attention_runs_in_the_backend_that_was_asked_for(tmp_path):
 def test_the_rate_of_each_pass_of_attention_counts_its_own_flops(tmp_path, monkeypatch):
     monkeypatch.setattr(attention_speed, "IMPLEMENTATIONS", ("flash",))
     monkeypatch.setattr(attention_speed, "time_and_keep", keep_with_times(1e-3))
+    monkeypatch.setattr(attention_speed, "what_ran", lambda call, device: ("flash", "a kernel"))
     rows = perform(toy_context("attention_speed", SPEED, tmp_path), tmp_path).rows
     # Two products with one multiply-add per feature, for each of 2 heads and half of all pairs. The backward pass has five.
     flops = 2 * 2 * 2 * 64 * 33**2 / 2

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from hyperion.chapter import experiment_named
+from hyperion.chapter import Context, experiment_named
 from hyperion.data.text.indexed_tokens import IndexedTokensWriter, index_bytes, read_index
 from hyperion.errors import HyperionError
 from hyperion.experiments.megatron import adaptation_advice
@@ -26,14 +26,17 @@ from hyperion.experiments.megatron.adaptation_advice import (
     rocm_readers,
     verdict_on,
 )
-from hyperion.experiments.megatron.bytes_of_text import batches, unigram_entropy
+from hyperion.experiments.megatron.bytes_of_text import VOCABULARY, batches, unigram_entropy
 from hyperion.experiments.megatron.indexed_tokens import read_indexed, write_indexed
 from hyperion.experiments.megatron.layout_speed import OURS, LayoutSpeedOptions, speed_rows
 from hyperion.experiments.megatron.loss_scale_states import expected_scale
 from hyperion.experiments.megatron.pipeline_bubble import ideal_bubble, waits
+from hyperion.hardware import detect
+from hyperion.models.llama import llama_flops_per_token, random_llama_shape
 from hyperion.parallel.megatron import release
 from hyperion.processes.isolated import IsolatedProcess
 from tests.chapter.toy import perform, toy_context
+from tests.hardware.machines import facts
 
 installed = pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks compute on the CPU")
@@ -132,20 +135,48 @@ def test_timed_layouts_have_the_losses_of_this_library(ranks_stay, tmp_path):
     assert theirs[0] not in ratios
 
 
+def timed_steps(ranks: int, trainings: dict[str, tuple[float, float]]) -> pd.DataFrame:
+    """Return samples of a step of the warm-up and of two timed steps, which take one and three times a training's seconds.
+
+    Each rank takes a second more than the rank before it. The trainings are given as (seconds, loss).
+    """
+    lines = [
+        {"training": name, "round": 0, "step": step, "rank": rank, "time_s": factor * seconds + rank, "loss": loss}
+        for name, (seconds, loss) in trainings.items()
+        for step, factor in ((0, math.nan), (1, 1.0), (2, 3.0))
+        for rank in range(ranks)
+    ]
+    return pd.DataFrame(lines)
+
+
 def test_a_timed_step_ends_with_its_slowest_rank_and_other_losses_fail_the_check(tmp_path):
     context = toy_context("layout_speed", SIZES["layout_speed"], tmp_path)
-    lines = [
-        {"training": name, "round": 0, "step": step, "rank": rank, "time_s": time_s + rank, "loss": loss}
-        for name, loss in ((OURS["ddp"], 5.0), ("megatron-core, DP 2", 5.0), ("megatron-core, TP 2", 5.1))
-        for step, time_s in ((0, math.nan), (1, 1.0), (2, 3.0))
-        for rank in (0, 1)
-    ]
-    rows = speed_rows(context, LayoutSpeedOptions.of(context), 2, pd.DataFrame(lines))
+    trainings = {OURS["ddp"]: (0.5, 5.0), "megatron-core, DP 2": (1.0, 5.0), "megatron-core, TP 2": (2.5, 5.1)}
+    rows = speed_rows(context, LayoutSpeedOptions.of(context), 2, timed_steps(2, trainings))
     found = {(row.variant, row.metric): row for row in rows}
-    assert found["megatron-core, DP 2", "step_time_s"].value == 3  # the median of 2 s and 4 s, without the warm-up
-    assert found[OURS["ddp"], "speedup"].value == 1
+    # The medians of 2 s and 4 s, of 1.5 s and 2.5 s, and of 3.5 s and 8.5 s, without the warm-up.
+    assert {name: row.value for (name, metric), row in found.items() if metric == "step_time_s"} == {
+        "megatron-core, DP 2": 3,
+        OURS["ddp"]: 2,
+        "megatron-core, TP 2": 6,
+    }
+    ratios = {name: row.value for (name, metric), row in found.items() if metric == "speedup"}
+    assert ratios == {OURS["ddp"]: 1.5, "megatron-core, TP 2": 0.5}
     wrong = found["megatron-core, TP 2", "step_time_s"]
     assert wrong.check_error == pytest.approx(0.02) and wrong.check_error > wrong.check_tolerance
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_least_time_of_a_step_is_that_of_the_share_of_a_rank(tmp_path, monkeypatch, ranks):
+    gpu = detect(facts("H100 SXM"))
+    monkeypatch.setattr(Context, "device", property(lambda of_context: gpu))
+    context = toy_context("layout_speed", SIZES["layout_speed"], tmp_path)
+    trainings = {OURS["ddp"]: (1.0, 5.0), f"megatron-core, DP {ranks}": (1.0, 5.0)}
+    rows = speed_rows(context, LayoutSpeedOptions.of(context), ranks, timed_steps(ranks, trainings))
+    # 4 sequences of 8 tokens. At 1,980 MHz, 132 multiprocessors compute 256 FLOPs per cycle each.
+    flops = llama_flops_per_token(random_llama_shape(TOY["model"], VOCABULARY), 8).forward_backward * 4 * 8
+    limits = [row.limit for row in rows if row.metric == "step_time_s"]
+    assert limits == pytest.approx([flops / ranks / (132 * 256 * 1.98e9)] * 2)
 
 
 @installed

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,9 +17,11 @@ from hyperion.experiments.precision.training_ladder import (
     StepRung,
     TrainingLadderOptions,
     _difference_rows,
+    _speedup_rows,
     build_ladder,
 )
-from hyperion.hardware import detect_cpu
+from hyperion.hardware import Telemetry, detect_cpu
+from hyperion.measure import Timing
 from hyperion.parallel.parallelize import EVERY_BLOCK
 from hyperion.results import Run
 from hyperion.workloads.workloads import random_batch, workload
@@ -94,6 +97,13 @@ def test_engines_are_what_their_rungs_say():
     for last in (False, True):
         kernel = StepRung("x", channels_last=last).engine(image, device, 0).model.conv1.weight
         assert kernel.is_contiguous(memory_format=torch.channels_last) is last
+
+
+def test_a_speed_up_is_over_the_rung_below_and_over_the_first():
+    rungs = [StepRung(name) for name in (BASELINE, "tf32", "bf16")]
+    timings = [Timing(np.full(30, seconds), (), True, False, "interval", Telemetry()) for seconds in (4.0, 2.0, 1.0)]
+    rows = _speedup_rows(lambda rung, **columns: (rung.name, columns["over"], columns["value"]), rungs, timings)
+    assert rows == [("tf32", BASELINE, 2), ("bf16", BASELINE, 4), ("bf16", "tf32", 2)]
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from hyperion.experiments.quantization.claims import byte_claims, decode_claims,
 from hyperion.experiments.quantization.decoder import COMPILED, EAGER, MODES, DecodeBlock, StaticDecoder, tokens_of_plain_forward
 from hyperion.experiments.quantization.layer_checks import output_bound
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, Int8Linear, why_no_bitsandbytes
-from hyperion.hardware import detect, detect_cpu
+from hyperion.hardware import Telemetry, detect, detect_cpu
+from hyperion.measure import Timing, Verification
 from hyperion.models.llama import build_random_llama
 from hyperion.results import Row, RowError
 from hyperion.results.rows import UNEXPECTED
@@ -308,6 +309,33 @@ def test_decoding_has_times_bytes_and_verified_tokens(tmp_path):
     assert int8 < plain
     reasons = [row.value_reason for row in rows if row.metric == "decode_bandwidth_share"]
     assert len(reasons) == 2 and all("chapter 1.1" in reason for reason in reasons)
+
+
+def timing_of(seconds):
+    return Timing(np.full(30, seconds), (seconds,), True, False, "interval", Telemetry())
+
+
+def test_the_time_of_a_token_is_that_of_a_decode_over_its_new_tokens(tmp_path, monkeypatch):
+    def a_second_each(calls, device, **options):
+        for call in calls:
+            call()
+        return [timing_of(1.0) for _ in calls]
+
+    monkeypatch.setattr(decode_speed, "time_interleaved", a_second_each)
+    sizes = DECODE | {"schemes": [], "prompt_tokens": 3, "new_tokens": 5}
+    (time,) = known(perform(toy_context("decode_speed", sizes, tmp_path), tmp_path).rows, "decode_time_s")
+    assert time.value == pytest.approx(1 / 5)
+
+
+def test_the_share_of_bandwidth_is_the_bytes_of_a_step_over_its_time_and_the_copy(tmp_path):
+    where = {"notebook": "n", "experiment": "bandwidth", "variant": "copy", "dtype": "fp32", "params": {"elements": 10}}
+    copy = Row(metric="bandwidth_gb_s", value=100.0, **where)
+    context = toy_context("decode_speed", DECODE, tmp_path, [copy])
+    check = Verification("c", 0.0, 1.0)
+    rows = decode_speed._time_rows(context, "original", timing_of(0.25), check, 5 * 10**9, {"dtype": "fp32", "params": {}})
+    # A step reads 5 GB in 0.25 s, which is 20 GB/s.
+    values = {row.metric: row.value for row in rows}
+    assert values == pytest.approx({"decode_time_s": 0.25, "decode_bandwidth_share": 0.2})
 
 
 @pytest.mark.parametrize("fault", ["cache one position late", "sees one position ahead", "position not rotated"])
