@@ -215,7 +215,8 @@ def test_each_round_of_launches_starts_with_another_framework(tmp_path, monkeypa
 
     def in_turn(stacks, launch_one, folder):
         orders.append([stack.name for stack in stacks])
-        record = Record(**NO_RECORD | {"losses": [5.0, 4.0]}, step_times_s=[1.0, 1.0])
+        steps = {name: [1.0, 1.0] for name in ("losses", "norms", "clipped_norms", "step_times_s")}
+        record = Record(**NO_RECORD | steps)
         return [Outcome(name, replace(record, stack=name)) for name in orders[-1]]
 
     monkeypatch.setattr(framework_speed, "launch_in_turn", in_turn)
