@@ -147,9 +147,11 @@ def leave_a_file(folder: str) -> CheckResult:
 @pytest.mark.process
 @pytest.mark.slow
 def test_ctrl_c_ends_the_running_test_and_starts_no_other(tmp_path):
+    # A shell that started the tests in the background has made them ignore SIGINT.
     code = f"""
 import functools, sys
 from tests.doctor.test_report import *
+signal.signal(signal.SIGINT, signal.default_int_handler)
 tests = {{"first": begin_and_hang, "second": leave_a_file}}
 checks = {{name: Check("a test", functools.partial(run, {str(tmp_path)!r})) for name, run in tests.items()}}
 made = [Component("model", name, {{"import": check}}) for name, check in checks.items()]

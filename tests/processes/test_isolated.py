@@ -100,8 +100,10 @@ def test_ctrl_c_interrupts_only_the_caller_and_ends_a_function_that_takes_long(t
     with IsolatedProcess(60) as isolated:
         assert signal.SIGINT in isolated.run(blocked_signals) and signal.SIGINT not in blocked_signals()
     file = tmp_path / "pid"
+    # A shell that started the tests in the background has made them ignore SIGINT.
     code = (
         "import sys\nfrom hyperion.processes.isolated import IsolatedProcess\nfrom tests.processes.test_isolated import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"try:\n    with IsolatedProcess(600) as isolated: isolated.run(partial(hang, {str(file)!r}))\n"
         "except KeyboardInterrupt: sys.exit(130)"
     )

@@ -16,10 +16,9 @@ from hyperion.experiments.baselines.plain_loops import PairedLoops
 from hyperion.hardware import Device
 from hyperion.measure import Timing, time_interleaved
 from hyperion.results import Row
+from hyperion.results.statistics import LEAST_FOR_DRIFT
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, flops_floor
 
-# Minimum number of samples per rung. A sample is the mean of several consecutive steps, so five samples cover many steps.
-_SAMPLES = 5
 Built = TypeVar("Built")
 
 
@@ -55,7 +54,8 @@ def time_rungs(device: Device, rungs: Sequence[Rung], time_limit_s: float, steps
     Args:
         device: device of the rungs.
         rungs: the rungs, from the plain loop to this library's loop. Each rung that can run must have run at least one step.
-        time_limit_s: timing budget in seconds. Each rung gets at least `_SAMPLES` samples, even if they take longer.
+        time_limit_s: timing budget in seconds. Each rung gets at least `LEAST_FOR_DRIFT` samples, which are
+            enough to show a drift, even if they take longer.
         steps_in_a_row: number of steps in a sample.
 
     Raises:
@@ -66,7 +66,7 @@ def time_rungs(device: Device, rungs: Sequence[Rung], time_limit_s: float, steps
         list(present.values()),
         device,
         cold=False,
-        minimum_samples=_SAMPLES,
+        minimum_samples=LEAST_FOR_DRIFT,
         time_limit_s=time_limit_s,
         back_to_back=steps_in_a_row,
     )
