@@ -157,6 +157,7 @@ def test_a_backend_for_comparison_that_does_not_start_costs_no_row_of_the_other(
     assert soaks["toy"].value == 40 and soaks["other"].value is None and "did not start" in soaks["other"].value_reason
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_planted_faults_of_a_server_are_found(toy, tmp_path):
     toy(gap_s=0.01, work_s=0.003, ballast_bytes=1 << 20, stops=False)
