@@ -54,8 +54,8 @@ def time_rungs(device: Device, rungs: Sequence[Rung], time_limit_s: float, steps
     Args:
         device: device of the rungs.
         rungs: the rungs, from the plain loop to this library's loop. Each rung that can run must have run at least one step.
-        time_limit_s: timing budget in seconds. Each rung gets at least `LEAST_FOR_DRIFT` samples, which are
-            enough to show a drift, even if they take longer.
+        time_limit_s: timing budget in seconds. Each rung gets at least `LEAST_FOR_DRIFT` samples, which are enough to show a
+            drift, even if they take longer.
         steps_in_a_row: number of steps in a sample.
 
     Raises:

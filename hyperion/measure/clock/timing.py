@@ -430,8 +430,8 @@ def drift_of(samples: ArrayLike) -> Drift:
     test for trend decides whether chance can explain the drift.
 
     Args:
-        samples: 1-D series in the order in which the samples were taken. With fewer than
-            `LEAST_FOR_DRIFT` samples, the returned drift is 0.
+        samples: 1-D series in the order in which the samples were taken. With fewer than `LEAST_FOR_DRIFT` samples, the returned
+            drift is 0.
 
     Sources: for the line, Tukey, Exploratory Data Analysis, 1977, chapter 10; for the test, Daniels, Journal of the Royal
     Statistical Society B 12 (1950) 171-181.
