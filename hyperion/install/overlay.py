@@ -66,6 +66,8 @@ def ensure_overlay(
     known_absent = set() if retry else set(stamp.get("absent", []))
     tried = [one for one in optional if one not in covered | known_absent]
     required = {*lacking, *covered}
+    if tried or not set(lacking) <= covered:
+        say(f"hyperion: asking pip for the packages that {python} lacks (1 to 2 minutes)")
     usable = _obtainable(root, found, sorted(required), tried) if tried else []
     if usable or not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         # Earlier requirements are installed again, because `_fill` replaces the whole overlay.
