@@ -58,7 +58,8 @@ def test_the_first_recipe_gives_an_experiment_that_runs(tmp_path):
     shutil.copytree(ROOT, copy, ignore=lambda folder, names: ignored(folder, names) if Path(folder) == ROOT else [])
     touched = follow(copy)
     assert len(set(touched)) == 5
-    environment = os.environ | {
+    # Options for the tests outside, such as the names of files, do not apply to the tests of the copy.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
         "PYTHONPATH": str(copy),
         "HYPERION_HOME": str(copy),
         "HYPERION_RESULTS": str(tmp_path / "results"),

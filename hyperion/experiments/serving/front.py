@@ -48,6 +48,9 @@ _DONE = b"data: [DONE]"
 # The front gives up an answer if the backend sends nothing for SILENCE_S seconds. The backend has END_S seconds to exit. A body
 # must arrive within BODY_S seconds, because its request already occupies a place.
 SILENCE_S, END_S, BODY_S = 120.0, 5.0, 10.0
+# The front keeps idle connections of clients open for longer than clients reuse them (httpx: 5 s). Otherwise a client might send
+# its request on a connection that the front is closing.
+CLIENT_IDLE_S = 75
 DEFAULT_TOKENS = 1024  # length of an answer in `transformers serve` if the request does not state it
 
 Answer = TypeVar("Answer")
@@ -69,8 +72,9 @@ class Forward:
         self.client = httpx.AsyncClient(
             base_url=backend,
             timeout=httpx.Timeout(SILENCE_S, connect=5.0),
-            # `max_requests` already limits the connections. A second limit here would hide a queue.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_requests),
+            # `max_requests` already limits the connections. A second limit here would hide a queue. Each request has a connection
+            # of its own: the backend closes an idle connection after 5 s, and a request sent at that moment would fail.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
         self.key, self.max_requests, self.max_body_bytes = key, max_requests, max_body_bytes
@@ -256,8 +260,15 @@ def serve_until_signal(app: Starlette, listener: socket.socket, drain_timeout_s:
     # default handlers would end this process before it has ended the backend.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, round(drain_timeout_s)))
-    uvicorn.Server(config).run(sockets=[listener])
+    server(app, drain_timeout_s).run(sockets=[listener])
+
+
+def server(app: Starlette, drain_timeout_s: float) -> uvicorn.Server:
+    """Return the HTTP server of the front. It cuts off answers that are not finished `drain_timeout_s` after a signal."""
+    timeout = max(1, round(drain_timeout_s))
+    return uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=timeout, timeout_keep_alive=CLIENT_IDLE_S)
+    )
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import struct
@@ -11,7 +12,6 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import uvicorn
 
 from hyperion.experiments.serving import front
 from hyperion.experiments.serving.client import Endpoint, complete, in_event_loop
@@ -27,7 +27,7 @@ def front_before(backend, max_requests=4, max_body_bytes=1000, max_tokens=1100, 
     """Run the front in a thread and yield its address. In a thread, uvicorn installs no signal handlers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = application(Forward(backend, "right", max_requests, max_body_bytes, max_tokens, body_s))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server = front.server(app, drain_timeout_s=5)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -165,7 +165,10 @@ def broken_backend(fault):
             with contextlib.suppress(OSError):  # the listener is closed at the end
                 while True:
                     connection = connections.enter_context(listener.accept()[0])
-                    connection.recv(65536)
+                    # A socket that is closed with unread data resets its connection.
+                    received = b""
+                    while b"}" not in received and (part := connection.recv(65536)):
+                        received += part
                     if fault == "resets":
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     if fault != "is silent":
@@ -185,6 +188,40 @@ def test_a_backend_that_fails_before_its_headers_is_502(fault, error, monkeypatc
         answer = post(address, json=BODY)
         assert answer.status_code == 502 and error in answer.json()["error"]["message"]
         assert post(address, json=BODY).status_code == 502, "the front answers afterwards"
+
+
+def test_a_backend_that_closes_idle_connections_answers_all_requests():
+    """A backend resets a connection when its second request arrives, as it does if it is closing the idle connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):  # the listener is closed at the end
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=answer_once, args=(connection,), daemon=True).start()
+
+        def answer_once(connection):
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+                connection.recv(65536)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        threading.Thread(target=serve, daemon=True).start()
+        with front_before(f"http://127.0.0.1:{listener.getsockname()[1]}") as address:
+            assert [post(address, json=BODY).status_code for _ in range(3)] == [200, 200, 200]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_the_front_keeps_an_idle_connection_for_longer_than_clients_reuse_it(fast_front):
+    client = http.client.HTTPConnection(fast_front.removeprefix("http://"), timeout=20)
+    with contextlib.closing(client):
+        for pause_s in (0, 6):
+            time.sleep(pause_s)
+            client.request("GET", "/health")
+            answer = client.getresponse()
+            assert answer.read() and answer.status == 200
 
 
 def test_a_body_that_does_not_arrive_is_408_and_leaves_its_place():
