@@ -30,7 +30,7 @@ README = "README.md"
 
 
 def export_run(run: Run, material: Material | None = None) -> list[str]:
-    """Write the tables and figures of a run to its folder `benchmarks`. Either all files are written, or none.
+    """Write the tables and figures of a run to its folder `benchmarks`.
 
     The tables are benchmarks/<subject>/<experiment>.csv and .json, which contain the same rows. Equal rows and samples give files
     that are equal in every byte.
@@ -40,10 +40,10 @@ def export_run(run: Run, material: Material | None = None) -> list[str]:
         material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
 
     Returns:
-        The paths of the written files, relative to the folder of the run.
+        The paths of the written files, relative to the folder of the run. Figures that cannot be drawn are left out;
+        `material.not_drawn` has their errors.
     """
     material = material or Material(run)
-    # Draw everything before writing, so that a figure that cannot be drawn does not leave an incomplete export.
     contents = tables(material) | pictures(material)
     run.write(contents)
     return sorted(contents)
@@ -80,10 +80,15 @@ def reference_readme(run: Run, material: Material | None = None, remark: str = "
         run: the run.
         material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
         remark: a paragraph in Markdown for the start of the page, or "".
+
+    Raises:
+        HyperionError: a figure cannot be drawn.
     """
     material = material or Material(run)
     parts = sections(material)
     first = summary(material)
+    for error in material.not_drawn.values():
+        raise error
     shown = ([first] if first else []) + [picture for section in parts for picture in section.pictures]
     return {README: _page(material, first, parts, remark).encode()} | {picture.path: picture.content for picture in shown}
 

@@ -7,7 +7,7 @@ import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
 from hyperion.chapter.subjects import subjects_of
-from hyperion.errors import not_none
+from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import (
     ACCURACIES,
     ALL,
@@ -234,9 +234,16 @@ def picture_path(experiment: str, name: str) -> str:
 
 
 def picture(plot: Plot, material: Material) -> bytes | None:
-    """Return a figure as PNG, or None if the run has no rows for it. A figure that has already been drawn is reused."""
+    """Return a figure as PNG, or None if the run has no rows for it. A figure that has already been drawn is reused.
+
+    If the code of the figure raises an exception, the figure is None too, and its error is entered in `material.not_drawn`, so
+    that the tables and the other figures can still be written.
+    """
     if plot.name not in material.drawn:
-        material.drawn[plot.name] = draw(plot.name, material)
+        try:
+            material.drawn[plot.name] = draw(plot.name, material)
+        except HyperionError as error:
+            material.drawn[plot.name], material.not_drawn[plot.name] = None, error
     return material.drawn[plot.name]
 
 
@@ -247,7 +254,10 @@ def _section(material: Material, experiment: str) -> Section:
     tables = tables_of(rows, material.steadiness, material.image_caveat, material.prediction)
     explain = [getattr(subject.figures, "explanations", _no_explanations) for subject in subjects_of([experiment])]
     sentences = [text for function in explain for text in function(experiment, measured(material.rows)) if text]
-    return Section(experiment, title, _pictures(material, experiment), tables, sentences)
+    pictures = _pictures(material, experiment)
+    lacking = {plot.name: material.not_drawn.get(plot.name) for plot in plots_of(experiment)}
+    sentences += [f"The figure {name!r} is missing: {error.what}." for name, error in lacking.items() if error]
+    return Section(experiment, title, pictures, tables, sentences)
 
 
 def _no_explanations(experiment: str, rows: list[Row]) -> Iterable[str]:

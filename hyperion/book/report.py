@@ -38,6 +38,8 @@ def write_report(run: Run, material: Material | None = None, page: Path | None =
         run: the run.
         material: rows, samples and figures of the run that have already been read or drawn, for reuse. None reads the run.
         page: the file. None means report.html in the folder of the run.
+
+    A figure that cannot be drawn is left out, and its section says why. `material.not_drawn` has the errors.
     """
     content = report_page(material or Material(run)).encode()
     if page is None:

@@ -137,11 +137,13 @@ class Options(BaseModel):
             # Pass the sizes as JSON: only then does a strict model accept lists for tuples and dicts for nested models.
             return cls.model_validate_json(json.dumps(sizes))
         except ValidationError as error:
-            first = error.errors()[0]
+            # A misspelt name is an unknown and a missing option. The unknown one shows the mistake.
+            first = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
             name = ".".join(str(part) for part in first["loc"])
             known = ", ".join(cls.model_fields)
+            fault = {"extra_forbidden": "there is no such option", "missing": "it has no value"}.get(first["type"], first["msg"])
             raise HyperionError(
-                f"option {name!r} of the experiment {experiment!r}: {first['msg']}",
+                f"option {name!r} of the experiment {experiment!r}: {fault}",
                 where="options of the experiment: in sizes.toml of its subject, or in the arguments of the call",
                 next_step=f"correct this option; the experiment has the options {known}",
             ) from error

@@ -104,6 +104,11 @@ class Material:
         """Figures that were already drawn, as {name: PNG}. `hyperion.book.outline.picture` uses it as a cache."""
         return {}
 
+    @cached_property
+    def not_drawn(self) -> dict[str, HyperionError]:
+        """Figures that could not be drawn, as {name: error}. `hyperion.book.outline.picture` enters them."""
+        return {}
+
     @property
     def replayed(self) -> list[str]:
         """Names of the reference machines from which experiments of this run were replayed."""

@@ -268,8 +268,8 @@ def export_subjects(ledger: Ledger) -> str:
     """Write the run's tables, pictures and report, unless they are up to date with the run's rows and the library's code.
 
     Returns:
-        The error message if the export failed, else "". No exception is raised, because a picture that cannot be drawn must not
-        prevent later measurements.
+        The error message if the export failed or a picture could not be drawn, else "". No exception is raised, because a
+        picture that cannot be drawn must not prevent later measurements.
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
@@ -284,14 +284,22 @@ def export_subjects(ledger: Ledger) -> str:
         export_run(ledger.run, material)
         write_report(ledger.run, material)
     except HyperionError as error:
-        # A cause is a Python error in the code of a picture, whose traceback is needed to fix the code, or a failed write.
-        in_code = error.__cause__ is not None and not isinstance(error.__cause__, OSError)
-        cause = "".join(traceback.format_exception(error.__cause__)) if in_code else ""
-        return "\n".join(filter(None, [f"FAILED to export tables and pictures: {error}", cause]))
+        return _failure("FAILED to export tables and pictures", error)
     except Exception:
         return f"FAILED to export tables and pictures:\n{traceback.format_exc()}"
+    if material.not_drawn:
+        return "\n".join(_failure(f"FAILED to draw {name}", error) for name, error in material.not_drawn.items())
     ledger.keep_exported(digest)
     return ""
+
+
+def _failure(what: str, error: HyperionError) -> str:
+    """Return the text of a failed export.
+
+    A cause is a Python error in the code of a picture, whose traceback is needed to fix the code, or a failed write.
+    """
+    in_code = error.__cause__ is not None and not isinstance(error.__cause__, OSError)
+    return "\n".join([f"{what}: {error}", *(traceback.format_exception(error.__cause__) if in_code else ())])
 
 
 def publish(run: Run, name: str, folder: Path | None = None, pages: bool = True) -> tuple[Path, list[str]]:

@@ -568,7 +568,7 @@ def find_run(name: str) -> Path:
             )
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
-        f"no run {name!r}",
+        f"the folder {name!r} is no run, because it contains no run.json" if Path(name).is_dir() else f"no run {name!r}",
         where=" or ".join(dict.fromkeys(map(str, places))),
         next_step=f"use one of these runs: {', '.join(known) or 'there is none yet'}",
     )

@@ -10,6 +10,7 @@ import re
 import shutil
 import types
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -24,9 +25,10 @@ from hyperion.book.report import comparison_table, reference_machines, report_pa
 from hyperion.cli import app
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material, Plot
-from hyperion.figures.style import styled
+from hyperion.figures.style import new_figure, styled
 from hyperion.figures.tables import INTERVAL, LAUNCHES_INTERVAL, SEEDS_INTERVAL, TRIALS_INTERVAL
 from hyperion.paths import reference_folder
+from hyperion.reproduce.publishing import export_subjects
 from hyperion.results import Row, Run, StoreError, rows_from_csv
 from tests.book.made_up.run import made_up_run
 
@@ -131,6 +133,32 @@ def test_a_fault_of_a_figure_is_an_error_where_no_value_was_refused(material, mo
     assert str(fault.value.where).rpartition(":")[0] == __file__
     assert draw("gemm", with_refused_values(material, every=False)) is None
     assert capsys.readouterr().out.startswith("WARNING: no figure 'gemm'")
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_table_no_page_and_no_other_figure(run, tmp_path, monkeypatch):
+    def fail(material):
+        raise TypeError("planted")
+
+    def draws(material):
+        with styled():
+            return new_figure("Some", "machine", 1)[0]
+
+    broken, whole = (next(plot for plot in PLOTS if plot.experiment == name) for name in ("bandwidth", "gemm"))
+    for module in ("plots", "export"):
+        plots = [replace(broken, draw=fail), replace(whole, draw=draws)]
+        monkeypatch.setattr(f"hyperion.book.{module}.all_plots", lambda plots=plots: plots)
+    copy = Run.open(shutil.copytree(run.folder, tmp_path / "copy"))
+    ledger = types.SimpleNamespace(run=copy, exported="", keep_exported=lambda digest: pytest.fail("it is not complete"))
+    failure = export_subjects(ledger)
+    assert failure.count("FAILED to draw") == 1 and f"FAILED to draw {broken.name}: " in failure and "Traceback" in failure
+    folder = copy.folder / "benchmarks" / results_folder("bandwidth")
+    assert (folder / "bandwidth.csv").is_file() and (folder / f"{whole.name}.png").is_file()
+    assert not (folder / f"{broken.name}.png").exists()
+    assert f"The figure {escape(repr(broken.name))} is missing: " in copy.read("report.html").decode()
+    with pytest.raises(HyperionError, match="TypeError: planted"):
+        reference_readme(copy)
+    done = CliRunner().invoke(app, ["report", str(copy.folder)])
+    assert isinstance(done.exception, HyperionError) and done.stdout.startswith("report: ")
 
 
 def test_the_report_of_a_reference_changes_no_file_of_the_reference(tmp_path, monkeypatch):

@@ -391,6 +391,15 @@ def test_a_comparison_of_accuracies_needs_two_seeds():
         ImageClassifierOptions.parse(IMAGE_SIZES | {"seeds": 1, "compare_with_fp32": True}, "image_classifier")
 
 
+@pytest.mark.parametrize(
+    ("epochs", "fault"),
+    [({"epoch": 1}, "option 'epoch' .*: there is no such option"), ({}, "option 'epochs' .*: it has no value")],
+)
+def test_a_misspelt_option_is_named_and_not_the_one_it_stands_for(epochs, fault):
+    with pytest.raises(HyperionError, match=fault):
+        ImageClassifierOptions.parse({name: size for name, size in IMAGE_SIZES.items() if name != "epochs"} | epochs, "toy")
+
+
 @pytest.mark.slow
 def test_the_leakage_check_refuses_a_model_that_sees_the_future(folder, monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention

@@ -328,3 +328,6 @@ def test_latest_moves_and_finds(tmp_path, monkeypatch):
     with pytest.raises(HyperionError) as refusal:
         find_run(str(tmp_path / "three"))
     assert refusal.value.where == str(tmp_path / "three")
+    (tmp_path / "three").mkdir()
+    with pytest.raises(HyperionError, match="is no run, because it contains no run.json"):
+        find_run(str(tmp_path / "three"))
