@@ -50,7 +50,7 @@ def judge_leak_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
     # Without dropout, the logits of a correct model depend only on its inputs.
     model = TransformerLM(TransformerConfig(vocab_size=32, context=16, width=32, heads=2, layers=1)).eval()
     return mutation_score(
-        my_check, model, {"attention without a mask": _UnmaskedLM(model), "targets off by one": _ShiftedLM(model)}
+        my_check, model, {"attention without a mask": _UnmaskedLM(model), "logits shifted by one position": _ShiftedLM(model)}
     )
 
 

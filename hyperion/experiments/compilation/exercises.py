@@ -94,7 +94,7 @@ def judge_without_breaks(my_function: Callable[[torch.Tensor], torch.Tensor]) ->
     for name, sign in (("a sum above zero", 1.0), ("a sum below zero", -1.0)):
         x = sign * torch.arange(1.0, 5.0)
         wanted, got = (2 * x if x.sum() > 0 else x - 1), my_function(x)
-        lines.append({"demand": f"right for {name}", "right": bool(torch.equal(got, wanted)), "seen": str(got.tolist())})
+        lines.append({"requirement": f"right for {name}", "right": bool(torch.equal(got, wanted)), "seen": str(got.tolist())})
     breaks, reasons = count_graph_breaks(my_function, (torch.arange(1.0, 5.0),))
     seen = f"{breaks} graph breaks" + "".join(f"; {reason}" for reason in reasons)
-    return pd.DataFrame([*lines, {"demand": "captured in one graph", "right": breaks == 0, "seen": seen}])
+    return pd.DataFrame([*lines, {"requirement": "captured in one graph", "right": breaks == 0, "seen": seen}])
