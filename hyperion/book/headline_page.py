@@ -31,16 +31,14 @@ import pandas as pd
 from hyperion.book.claims_page import claims_markdown, repeats_markdown
 from hyperion.book.outline import Headline, headlines
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.material import Material, device_name, percent, quoted_value
+from hyperion.figures.material import Material, device_name, held_by_power, percent, quoted_value
 from hyperion.figures.tables import is_floor, markdown
 from hyperion.results import Row, Run
-from hyperion.results.statistics import Estimate, launches_estimate
+from hyperion.results.statistics import LEAST_LAUNCHES, Estimate, launches_estimate
 
 # A value that reaches at least this share of its limit is assumed to be bounded by the limit. For smaller values, the rows do not
 # show what bounds them.
 _NEAR_ITS_LIMIT = 0.85
-# With fewer launches, their variation is unknown: with four, the true median lies outside their range in one of eight cases.
-LEAST_LAUNCHES = 5
 # Maximum number of lines of the summary in the README, and the beginnings of their labels in order. Weak and strong scaling are
 # shown together, because the efficiency of weak scaling alone promises too much.
 MOST_LINES = 10
@@ -174,7 +172,7 @@ class Launches:
     def bound(self) -> str:
         """What limits the value: the power limit of the device, or the limit of the rows. "" if it is unknown."""
         rows = [member.row for member in self.members]
-        if all("power" in (row.throttle or "") for row in rows):
+        if all(map(held_by_power, rows)):
             return "power limit of the device"
         is_rate = rows[0].unit.endswith("/s") or rows[0].unit.endswith("FLOPS")
         near = is_rate and all((member.headline.fraction or 0) >= _NEAR_ITS_LIMIT for member in self.members)
@@ -308,12 +306,18 @@ def launches_page(name: str, runs: Iterable[Run]) -> str:
 
 
 def _measured(runs: dict[Run, str]) -> Iterator[Measured]:
-    """Yield the headlines of all runs, in the order of the runs. The sizes of the profile smoke are too small for headlines."""
+    """Yield the headlines of all runs, in the order of the runs.
+
+    The sizes of the profile smoke are too small for headlines. A value whose samples do not record whether they were steady
+    stands on the page of its run, but is no headline.
+    """
     for run, name in runs.items():
         material = Material(run)
         if material.information.get("profile") == "smoke":
             continue
         for headline in headlines(material):
+            if headline.steady == "unknown":
+                continue
             provenance = material.finished.get(f"{headline.row.notebook}/{headline.row.experiment}", {}).get("provenance") or {}
             stored = _environment(material, provenance)
             library = (provenance.get("source") or stored.get("source") or {}).get("hash") or ""

@@ -304,7 +304,7 @@ def headlines(material: Material) -> list[Headline]:
 
     The function `headlines(rows, is_steady)` in the figures.py of a subject proposes values. It gets all rows that have a value
     and were measured with cold caches, and a function that says whether the samples of a row were steady. A value is omitted if
-    its samples were not steady, or too few to show a drift.
+    its samples were not steady, or too few to show a drift. If the samples do not record it, the value is shown as "unknown".
     """
 
     def is_steady(row: Row) -> bool:

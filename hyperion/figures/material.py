@@ -6,6 +6,7 @@ This module imports neither torch nor matplotlib, because functions that print t
 import functools
 import json
 import math
+import re
 import traceback
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import pandas as pd
 
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Prediction, Row, Run
+from hyperion.results.evidence import STEP_PHASES
 from hyperion.results.rows import canonical_params
-from hyperion.results.statistics import LEAST_FOR_DRIFT
+from hyperion.results.series import LEAST_FOR_DRIFT, drift_of
 from hyperion.results.store import samples_name, stored_references
 
 if TYPE_CHECKING:
@@ -133,15 +135,15 @@ class Material:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     @cached_property
-    def _steadiness(self) -> dict[tuple[str, str], dict[tuple[str, str, str], str]]:
+    def _steadiness(self) -> dict[tuple[str, str], dict[tuple[str, str, str, str], list[str]]]:
         """Results of `_steadiness_of`, by notebook and experiment."""
         return {}
 
-    def _steadiness_of(self, notebook: str, experiment: str) -> dict[tuple[str, str, str], str]:
-        """Return {timing of an experiment: "yes" if its samples were steady, otherwise "no" with the reasons}.
+    def _steadiness_of(self, notebook: str, experiment: str) -> dict[tuple[str, str, str, str], list[str]]:
+        """Return {timing of an experiment: for each series of its samples, "yes" if it was steady, otherwise "no" with reasons}.
 
-        The key of a timing is (variant, dtype, params as JSON). The samples of other experiments are not read, because a
-        notebook shows one experiment at a time.
+        The key of a timing is (variant, dtype, params as JSON, phase of a step or ""). The samples of other experiments are not
+        read, because a notebook shows one experiment at a time.
         """
         if (notebook, experiment) in self._steadiness:
             return self._steadiness[notebook, experiment]
@@ -149,19 +151,19 @@ class Material:
         if samples_name(notebook, experiment) not in self.run.hashes():
             return found
         samples = self.run.samples(notebook, experiment)
-        if not {"variant", "dtype", "params", "warm", "drift", "unsteady"} <= set(samples.columns):
+        if not {"variant", "dtype", "params", "index", "time_s", "warm", "unsteady"} <= set(samples.columns):
             return found
         timed = samples.dropna(subset=["params", "unsteady"])
-        sizes = timed.groupby(["variant", "dtype", "params"]).size().to_dict()
-        for line in timed.drop_duplicates(["variant", "dtype", "params"]).to_dict("records"):
-            # If there are two reasons, "unsteady" states both, separated by a semicolon.
-            drifts = line["unsteady"] and (line["warm"] or ";" in line["unsteady"])
-            reasons = [] if line["warm"] else ["warm-up"]
-            reasons += [f"drift {percent(line['drift'], signed=True)} %"] if drifts else []
-            key = line["variant"], line["dtype"], canonical_params(json.loads(line["params"]))
-            size = sizes[line["variant"], line["dtype"], line["params"]]
-            short = f"unknown ({size} samples)" if size < LEAST_FOR_DRIFT else "yes"
-            found[key] = f"no ({', '.join(reasons)})" if reasons else short
+        # The samples of each series are numbered from 0. Several series can have the same params.
+        for _, series in timed.groupby((timed["index"] == 0).cumsum()):
+            first, drift = series.iloc[0], drift_of(series["time_s"])
+            reasons = [] if first["warm"] else ["warm-up"]
+            reasons += [f"drift {percent(drift.relative, signed=True)} %"] if drift.present else []
+            short = f"unknown ({len(series)} samples)" if len(series) < LEAST_FOR_DRIFT else "yes"
+            phase = first.get("phase")
+            key = first["variant"], first["dtype"], canonical_params(json.loads(first["params"]))
+            place = (*key, phase if isinstance(phase, str) else "")
+            found.setdefault(place, []).append(f"no ({', '.join(reasons)})" if reasons else short)
         return found
 
     def steadiness(self, row: Row) -> str:
@@ -170,13 +172,16 @@ class Material:
         Returns:
             "yes", or "no" with the reasons: the times still changed at the end of the warm-up, or they drifted during the timing.
             "unknown" with the number of samples if they are too few to show a drift. "unknown" for a time or a rate with an
-            interval whose samples do not record the steadiness. "" for any other row.
+            interval whose samples do not record the steadiness. "" for any other row. If a row is computed from several series,
+            the worst of them counts.
         """
         found = self._steadiness_of(row.notebook, row.experiment)
+        phase = row.metric.removesuffix("_time_s")
         # The param `clock` says how a time was taken, so that the samples need not repeat it.
         for params in (row.params, {name: value for name, value in row.params.items() if name != "clock"}):
-            if seen := found.get((row.variant, row.dtype, canonical_params(params))):
-                return seen
+            for of_step in ("", phase if phase in STEP_PHASES else "step"):
+                if seen := found.get((row.variant, row.dtype, canonical_params(params), of_step)):
+                    return min(seen, key=lambda text: ("no", "unknown", "yes").index(text.partition(" ")[0]))
         is_timed = row.unit == "s" or row.unit.endswith("/s") or row.unit.endswith("FLOPS")
         return "unknown" if is_timed and row.ci_low is not None and "seeds" not in row.params else ""
 
@@ -196,6 +201,20 @@ class Material:
         return f"{reference} (replay)" if reference else device_name(self.information)
 
 
+def held_by_power(row: Row) -> bool:
+    """Return whether the power limit of the device lowered the clock while a row with a limit in FLOPS was measured.
+
+    One reading at the power limit is not enough, because the device may have kept its maximum clock. The median clock must be
+    visibly lower than the maximum clock, which the source of the limit states.
+    """
+    maximum = re.search(r"ops/clock x ([\d.]+) MHz", row.limit_source)
+    if "power" not in (row.throttle or "") or row.clock_mhz is None or maximum is None:
+        return False
+    return row.clock_mhz < (1 - VISIBLE) * float(maximum[1])
+
+
+# A clock that is lower by more than this fraction is visible in the rate.
+VISIBLE = 0.02
 # Metrics whose values depend on the pixels of the images.
 ACCURACIES = ("accuracy", "accuracy_sd", "time_to_accuracy_s")
 # Copies of CIFAR-10 known to be lossily compressed, by the checksum in an experiment's provenance.

@@ -8,7 +8,8 @@ import numpy as np
 
 from hyperion.results.files import DRIVER_LOCK, LOCK, MANIFEST, WRITER_LOCK, StoreError
 from hyperion.results.rows import Row, canonical_params
-from hyperion.results.statistics import Estimate, bootstrap_median, median_estimate, with_drift
+from hyperion.results.series import with_drift, with_neighbours
+from hyperion.results.statistics import Estimate, bootstrap_median, median_estimate
 from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
 _SAME = 1e-9  # relative tolerance for a different order of floating-point operations; samples are stored exactly
-_PHASES = ("forward", "backward", "optimizer")
+STEP_PHASES = ("forward", "backward", "optimizer")
 # Metrics that are an amount of work divided by the median time. If a row does not state the amount of work, it is computed from
 # the value of the row.
 _RATES = (
@@ -111,7 +112,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     if function is None or row.value is None or None in (row.n, row.ci_low, row.ci_high):
         return ""
     phase = row.metric.removesuffix("_time_s")
-    phases = ("", phase if phase in _PHASES else "step")
+    phases = ("", phase if phase in STEP_PHASES else "step")
     # More than one match is ambiguous, because the samples do not say which series the row used.
     matching = [
         groups[key] for key in ((row.variant, row.dtype, canonical_params(row.params), p) for p in phases) if key in groups
@@ -126,10 +127,10 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     if row.n != estimate.n:
         raise StoreError(f"{named} has n = {row.n}, but there are {estimate.n} samples", where=where, next_step=_NEXT)
     # Rows of a series with drift store a wider interval, and a row does not say whether its series had drift. Earlier versions
-    # did not extend the interval of a short series.
+    # did not widen the interval of samples that are like their neighbours, or did not extend the interval of a short series.
     forms = [
         form.map(lambda time_s, function=function: factor * function(time_s))
-        for interval in (estimate, bootstrap_median(matching[0]))
+        for interval in (with_neighbours(estimate, matching[0]), estimate, bootstrap_median(matching[0]))
         for form in (interval, with_drift(interval, matching[0]))
     ]
     if not any(_agree(row, form) for form in forms):
@@ -143,7 +144,7 @@ def _function_of(row: Row) -> Callable[[float], float] | None:
 
     Return None if the metric is not a function of the median time.
     """
-    if row.metric in _TIMES or row.metric.removesuffix("_time_s") in _PHASES:
+    if row.metric in _TIMES or row.metric.removesuffix("_time_s") in STEP_PHASES:
         return lambda time_s: time_s
     return (lambda time_s: 1 / time_s) if row.metric in _RATES else None
 

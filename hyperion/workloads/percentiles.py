@@ -1,8 +1,9 @@
 """Percentiles of latencies, with distribution-free confidence intervals.
 
 The two ends of the interval are elements of the sorted samples. The number of samples below the true percentile has a binomial
-distribution. This is true for every distribution of the latencies. A bootstrap cannot give such an interval for the 99th
-percentile of few samples, because it never draws a value above the largest sample.
+distribution. This is true for every distribution of the latencies, if the latencies are independent. On a GPU, whose clock
+changes in steps, the latencies of calls in a row are alike, and the interval can be several times too narrow. A bootstrap cannot
+give such an interval for the 99th percentile of few samples, because it never draws a value above the largest sample.
 
 Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
 """

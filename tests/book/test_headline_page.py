@@ -22,6 +22,7 @@ from hyperion.book.headline_page import (
 )
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
+from hyperion.results.rows import canonical_params
 from hyperion.results.statistics import launches_estimate
 
 FEW = "**Not headlines"
@@ -40,11 +41,12 @@ def _speed_row(value: float, **changes) -> Row:
         "dtype": "bf16",
         "params": {"m": 8, "n": 8, "k": 8},
         "limit": 1000.0,
-        "limit_source": "the peak at the maximum clock; data sheet",
+        "limit_source": "bf16: 100 x 5 ops/clock x 2000 MHz; data sheet",
         "check": "relative error",
         "check_error": 1e-4,
         "check_tolerance": 1e-2,
         "throttle": "sw_power_cap",
+        "clock_mhz": 1500.0,
     }
     return Row(**(row | changes))
 
@@ -57,10 +59,14 @@ def _run(
     for experiment in dict.fromkeys(row.experiment for row in rows):
         chosen = [row for row in rows if row.experiment == experiment]
         provenance = {"source": {"hash": version}} | ({"code": code} if code else {})
-        run.record(
-            "nb", experiment, chosen, pd.DataFrame({"x": [1.0]}), input_hash="x", provenance=provenance, environment=environment
-        )
+        samples = pd.concat(map(_steady_samples, chosen))
+        run.record("nb", experiment, chosen, samples, input_hash="x", provenance=provenance, environment=environment)
     return run
+
+
+def _steady_samples(row: Row) -> pd.DataFrame:
+    identity = {"variant": row.variant, "dtype": row.dtype, "params": canonical_params(row.params)}
+    return pd.DataFrame(identity | {"index": range(10), "time_s": 1.0, "warm": True, "unsteady": ""})
 
 
 def _launches(folder: Path, values, **options) -> dict[Run, str]:
@@ -239,7 +245,8 @@ def test_the_summary_names_the_training_loop_in_each_profile(name, tmp_path):
             limit=None,
             limit_source="no limit: not bounded",
         )
-        runs[_run(tmp_path / str(number), [speed])] = "launches"
+        times = [replace(speed, metric="step_time_s", params=params | {"loop": loop}) for loop in ("plain", "hyperion")]
+        runs[_run(tmp_path / str(number), [speed, *times])] = "launches"
     assert (
         f"| {name}, training, batch 65,536 tokens: this library over a plain compiled loop | NVIDIA H200 | 1.102 × | 5 launches"
         in (summary_markdown(runs))

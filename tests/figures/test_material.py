@@ -1,16 +1,16 @@
 """Whose numbers these are, and whether the device was steady."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.figures.material import Material, device_name
+from hyperion.figures.material import Material, device_name, held_by_power
 from hyperion.figures.tables import tables_of
 from hyperion.results import Row, Run
 from tests.book.made_up.run import made_up_run
-
-SAMPLED = ("warm", "drift", "unsteady")
 
 
 def test_the_first_gpu_else_the_cpu_names_the_machine():
@@ -33,23 +33,24 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
         return Row(notebook="n", experiment="e", variant=variant, params={"m": m, "k": 1}, metric="count", value=1.0)
 
     series = {
-        ("a", 1): (True, 0.0, ""),
-        ("a", 2): (False, 0.3, "the warm-up's windows still differed when its time was up"),
-        ("b", 1): (True, 0.268, "the samples drifted by +26.8% while they were taken (z = +5.9)"),
-        ("d", 1): (True, 0.0, ""),
-        ("b", 2): (False, -0.05, "the warm-up's windows still differed; the samples drifted by -5.0% (z = -4)"),
+        ("a", 1): (True, [1.0] * 10),
+        ("a", 2): (False, [1.0] * 10),
+        ("b", 1): (True, np.linspace(1, 1.3, 10)),
+        ("d", 1): (True, np.linspace(1, 1.3, 9)),
+        ("b", 2): (False, np.linspace(1, 0.9, 10)),
     }
     samples = [
         {
             "variant": variant,
             "dtype": "",
             "params": json.dumps({"m": m, "k": 1}),
+            "index": index,
+            "time_s": time_s,
             "warm": warm,
-            "drift": drift,
-            "unsteady": unsteady,
+            "unsteady": "",
         }
-        for (variant, m), (warm, drift, unsteady) in series.items()
-        for _ in range(9 if (variant, m) == ("d", 1) else 10)
+        for (variant, m), (warm, times_s) in series.items()
+        for index, time_s in enumerate(times_s)
     ]
     run = Run.create(tmp_path / "run", {"environment": {}})
     rows = [row(*key) for key in series] + [row("c", 1)]
@@ -58,14 +59,64 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
     assert [material.steadiness(row) for row in material.rows] == [
         "yes",
         "no (warm-up)",
-        "no (drift +26.8 %)",
+        "no (drift +29.0 %)",
         "unknown (9 samples)",
-        "no (warm-up, drift -5.0 %)",
+        "no (warm-up, drift -11.7 %)",
         "",
     ]
     (_, table), *_ = tables_of(material.rows, material.steadiness)
     assert table["steady"].tolist() == [material.steadiness(row) for row in material.rows]
     assert "steady" not in tables_of(material.rows)[0][1]
+
+
+def test_each_phase_of_a_step_has_a_steadiness_of_its_own_and_the_worst_of_several_series_counts(tmp_path):
+    def row(metric, variant="model", **params):
+        limit = {"limit_source": "no limit: made up", "check": "equal", "check_error": 0.0, "check_tolerance": 1.0}
+        interval = {"value": 1.0, "n": 10, "ci_low": 0.9, "ci_high": 1.1}
+        return Row(notebook="n", experiment="e", variant=variant, metric=metric, params=params, **interval | limit)
+
+    def series(variant, times_s, warm=True, **columns):
+        samples = {"variant": variant, "dtype": "", "params": "{}", "index": range(len(times_s)), "time_s": times_s, "warm": warm}
+        return pd.DataFrame(samples | {"unsteady": ""} | columns)
+
+    steady, drifting = [1.0] * 10, np.linspace(1, 1.3, 10)
+    samples = [
+        series("model", steady, phase="step"),
+        series("model", drifting, phase="forward"),
+        series("model", steady, phase="backward"),
+        series("block", steady[:3], blocks="few"),
+        series("block", drifting, blocks="many"),
+        series("short", steady[:3], blocks="few"),
+        series("short", steady, blocks="many"),
+    ]
+    rows = [row(metric) for metric in ("step_time_s", "forward_time_s", "backward_time_s")]
+    rows += [row("block_time_s", "block"), row("block_time_s", "short")]
+    run = Run.create(tmp_path / "run", {"environment": {}})
+    run.record("n", "e", rows, pd.concat(samples), input_hash="h")
+    material = Material(run)
+    assert [material.steadiness(row) for row in material.rows] == [
+        "yes",
+        "no (drift +29.0 %)",
+        "yes",
+        "no (drift +29.0 %)",
+        "unknown (3 samples)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("throttle", "clock_mhz", "source", "held"),
+    [
+        ("sw_power_cap", 1700.0, "fp64_matrix: 132 x 128 ops/clock x 1980 MHz; a paper", True),
+        ("sw_power_cap", 1980.0, "fp32_vector: 132 x 256 ops/clock x 1980 MHz; a paper", False),
+        ("none", 1700.0, "fp64_matrix: 132 x 128 ops/clock x 1980 MHz; a paper", False),
+        ("hw_thermal", 1700.0, "fp64_matrix: 132 x 128 ops/clock x 1980 MHz; a paper", False),
+        ("sw_power_cap", None, "fp64_matrix: 132 x 128 ops/clock x 1980 MHz; a paper", False),
+        ("sw_power_cap", 1700.0, "no limit: made up", False),
+    ],
+)
+def test_a_row_is_held_by_power_only_if_its_clock_was_lower(throttle, clock_mhz, source, held):
+    row = Row(notebook="n", experiment="e", variant="v", metric="gemm_tflops", value=1.0, limit_source=source)
+    assert held_by_power(replace(row, throttle=throttle, clock_mhz=clock_mhz)) == held
 
 
 def test_a_time_whose_samples_record_no_steadiness_is_unknown_and_a_clock_needs_no_samples_of_its_own(tmp_path):
@@ -80,8 +131,8 @@ def test_a_time_whose_samples_record_no_steadiness_is_unknown_and_a_clock_needs_
         row("other", params={"m": 1}, **interval),
         row("mean", params={"m": 1, "seeds": 9}, **interval),
     ]
-    samples = {"variant": "timed", "dtype": "", "params": '{"m": 1}', "warm": True, "drift": 0.0, "unsteady": ""}
+    samples = {"variant": "timed", "dtype": "", "params": '{"m": 1}', "time_s": 1.0, "warm": True, "unsteady": ""}
     run = Run.create(tmp_path / "run", {"environment": {}})
-    run.record("n", "e", rows, pd.DataFrame([samples] * 10), input_hash="h")
+    run.record("n", "e", rows, pd.DataFrame([samples | {"index": place} for place in range(10)]), input_hash="h")
     material = Material(run)
     assert [material.steadiness(row) for row in material.rows] == ["yes", "unknown", ""]

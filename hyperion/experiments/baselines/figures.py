@@ -474,7 +474,9 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
             batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
             yield Quote(f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row)
         elif row.experiment in _COMPARED and row.metric == "speedup" and "rung" not in row.params:
-            yield from _over_a_plain_loop(row, all(map(is_steady, _compared_timings(row, rows))))
+            timings = _compared_timings(row, rows)
+            loops = {timing.params.get("loop", timing.params.get("rung")) for timing in timings}
+            yield from _over_a_plain_loop(row, len(loops) == 2 and all(map(is_steady, timings)))
 
 
 def _compared_timings(ratio: Row, rows: list[Row]) -> list[Row]:

@@ -16,7 +16,7 @@ from hyperion.experiments.baselines.plain_loops import PairedLoops
 from hyperion.hardware import Device
 from hyperion.measure import Timing, time_interleaved
 from hyperion.results import Row
-from hyperion.results.statistics import LEAST_FOR_DRIFT
+from hyperion.results.series import LEAST_FOR_DRIFT
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, flops_floor
 
 Built = TypeVar("Built")

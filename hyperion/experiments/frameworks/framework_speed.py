@@ -108,7 +108,7 @@ def run(context: Context, report: Report) -> Result:
     tolerance = loss_tolerance(twin_records, plain[0])
     shape = random_llama_shape(options.model, work.config()["vocab_size"])
     rows: list[Row] = []
-    times: dict[str, list[float]] = {}
+    equal: dict[str, list[Record]] = {}  # the launches of the frameworks whose work is equal
     traces: dict[str, StepParts] = {}
     for name in options.stacks:
         runs = records.get(name, [])
@@ -117,14 +117,14 @@ def run(context: Context, report: Report) -> Result:
             params = _params(context, options, stack_named(name))
             rows.append(context.absent_row(name, "step_time_s", reason[:2000], dtype=options.dtype, params=params))
             continue
-        times[name] = [_median_s(record) for record in runs]
+        equal[name] = runs
         difference = max(loss_difference(record, plain[0]) for record in runs)
         check = checked(f"losses of the plain loop, {TWIN_FACTOR:g} x its two twins", difference, tolerance)
         rows += _speed_rows(context, options, shape, stack_named(name), runs, check, source)
         rows += _trace_rows(context, options, stack_named(name), runs[0], source)
         if runs[0].trace is not None:
             traces[name] = runs[0].trace
-    rows += _comparison_rows(context, options, times, source)
+    rows += _comparison_rows(context, options, equal, source)
     rows += _part_difference_rows(context, options, traces, source)
     frames = {f"{name}, launch {number}": record for name, runs in records.items() for number, record in enumerate(runs, 1)}
     return Result(rows, step_frame(frames), source)
@@ -291,14 +291,18 @@ def _mfu_row(
     return context.row(stack.name, "mfu", flops_per_s.map(lambda rate: rate / whole), limit=limit, limit_source=basis, **shared)
 
 
-def _comparison_rows(context: Context, options: FrameworkSpeedOptions, times: dict[str, list[float]], source: str) -> list[Row]:
+def _comparison_rows(
+    context: Context, options: FrameworkSpeedOptions, records: dict[str, list[Record]], source: str
+) -> list[Row]:
     """Return two rows for each framework: how many others are faster, and its speed relative to the plain loop.
 
     The relative speed is computed from pairs of launches. The plain loop has only the first row. If it is refused, no framework
     has the second.
     """
     tokens = options.batch_size * options.sequence_length
-    rates = {name: median_estimate(values).map(lambda seconds: tokens / seconds) for name, values in times.items()}
+    # The intervals of the rows `tokens_per_s`.
+    rates = {name: _over_launches(runs).map(lambda seconds: tokens / seconds) for name, runs in records.items()}
+    times = {name: [_median_s(record) for record in runs] for name, runs in records.items()}
     rows = []
     for name, faster in ranking(rates).items():
         params = _params(context, options, stack_named(name))

@@ -13,7 +13,7 @@ from hyperion.errors import not_none
 from hyperion.experiments.hardware import figures_memory, figures_models, figures_products, figures_workloads
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
 from hyperion.experiments.hardware.sentences import copies_of_one_size, formats_of_one_peak, memory_levels, square_beside_search
-from hyperion.figures.material import Material, Panel, Plot, Quote, items, measured, number, values
+from hyperion.figures.material import VISIBLE, Material, Panel, Plot, Quote, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
     INK,
@@ -33,7 +33,6 @@ from hyperion.figures.tables import concatenated
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
-_VISIBLE = 0.02  # mark points whose clock is lower by more than this fraction; smaller drops hardly change the rate
 # For each stream: FLOPs per element, and number of arrays read or written.
 _STREAMS = {"copy": (0, 2), "scale": (1, 2), "add": (1, 3), "triad": (2, 3)}
 
@@ -250,10 +249,10 @@ def _slowed(rows: list[Row]) -> list[Row]:
     """Return the rows whose rate is too low because the device lowered its clock or other processes used CPU cores.
 
     A row is returned if it has a throttle reason and at least one of these conditions holds: the row is marked busy, it has no
-    clock reading, or its clock is more than the fraction `_VISIBLE` below the highest clock of all rows.
+    clock reading, or its clock is more than the fraction `VISIBLE` below the highest clock of all rows.
     """
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
-    low = [row for row in rows if row.busy or row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
+    low = [row for row in rows if row.busy or row.clock_mhz is None or row.clock_mhz < (1 - VISIBLE) * highest]
     return [row for row in low if row.throttle not in (None, "none")]
 
 
@@ -274,7 +273,7 @@ def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
     axes.plot([], [], label=", ".join(reason.removeprefix("sw_").replace("_", " ") for reason in reasons), **_DOT)
     if reasons == ["busy"]:
         return ["Dots: other processes used more than a tenth of the cores, so these rates are too low."]
-    note = f"Dots: the device lowered its clock by more than {100 * _VISIBLE:.0f} %"
+    note = f"Dots: the device lowered its clock by more than {100 * VISIBLE:.0f} %"
     known = [(row.clock_mhz, row) for row in slowed if row.clock_mhz is not None]
     if known:
         clock_mhz, lowest = min(known, key=lambda pair: pair[0])

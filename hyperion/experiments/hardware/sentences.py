@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hyperion.errors import not_none
 from hyperion.experiments.hardware.reasons import LAUNCHING
-from hyperion.figures.material import byte_size, measured, number, select
+from hyperion.figures.material import byte_size, held_by_power, measured, number, select
 from hyperion.results import Row
 from hyperion.results.rows import idle_rows
 
@@ -57,7 +57,7 @@ def _explained(one: float, other: float) -> str:
 def _rate_clock_power(row: Row) -> str:
     clock = f" at {row.clock_mhz:,.0f} MHz" if row.clock_mhz else ""
     power = f" and {row.power_w:,.0f} W" if row.power_w else ""
-    capped = ", at the power limit" if "power" in (row.throttle or "") else ""
+    capped = ", at the power limit" if held_by_power(row) else ""
     return f"the fastest {row.dtype} product reaches {number(row.value)} TFLOPS{clock}{power}{capped}"
 
 
@@ -105,7 +105,7 @@ def _clocks(square: Row, found: Row) -> str:
     if not square.clock_mhz or not found.clock_mhz:
         return "The clock was not read, so it is not known whether it explains this."
     there, here = (not_none(row.value) / row.clock_mhz * 1e3 for row in (square, found) if row.clock_mhz)
-    capped = ", at its power limit" if "power" in (found.throttle or "") else ""
+    capped = ", at its power limit" if held_by_power(found) else ""
     text = (
         f"The clock was {square.clock_mhz:,.0f} MHz there, and {found.clock_mhz:,.0f} MHz during the search, which keeps the "
         f"device busy{capped}. For each GHz of clock, the rates are {number(there, 3)} and {number(here, 3)} TFLOPS."

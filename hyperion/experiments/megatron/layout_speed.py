@@ -31,7 +31,8 @@ from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.parallel.megatron.layouts import MegatronLayout
 from hyperion.parallel.megatron.release import adapted_copy, use_adapted
 from hyperion.processes import world
-from hyperion.results import Row, independent_ratio_estimate, median_estimate
+from hyperion.results import Row, independent_ratio_estimate
+from hyperion.results.series import series_estimate
 from hyperion.training import LanguageEngine, Precision, adamw
 from hyperion.workloads.training_rows import flops_floor
 
@@ -122,7 +123,7 @@ def speed_rows(context: Context, options: LayoutSpeedOptions, ranks: int, sample
         check = checked(f"losses of {OURS['ddp']}, step by step", error, TOLERANCE)
         common = {"dtype": "fp32", **check}
         rows.append(
-            context.row(name, "step_time_s", median_estimate(series), params=params, limit=floor, limit_source=source, **common)
+            context.row(name, "step_time_s", series_estimate(series), params=params, limit=floor, limit_source=source, **common)
         )
         reference = _reference(options, ranks)
         if name != reference:

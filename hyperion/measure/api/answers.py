@@ -141,7 +141,8 @@ class ComparisonAnswer(Answer):
         ratio = ratio_estimate(a, b)
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
-        # Each interval contains its median with a probability of 97.5 %, so the probability that both do is at least 95 %.
+        # From 7 samples on, each interval contains its median with a probability of at least 97.5 %, so the probability that both
+        # do is at least 95 %. With fewer samples, it is lower even for the ranges, and `verdict` says so.
         (low_a, high_a), (low_b, high_b) = (order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 

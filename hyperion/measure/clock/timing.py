@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
 from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
-from hyperion.results import Estimate, median_estimate
-from hyperion.results.statistics import LEAST_FOR_DRIFT, with_drift
+from hyperion.results import Estimate
+from hyperion.results.series import Drift, drift_of, series_estimate
 
 MINIMUM_SAMPLES = 30
 # With fewer samples, the variation of the times is unknown.
@@ -39,9 +38,6 @@ _WARM_TOLERANCE = 0.02
 _BATCH_S = 0.1
 # Shares of `budget_s` for the whole warm-up and for each window of the warm-up.
 _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
-# A series of samples drifts if it changes by more than this share over its length, and chance does not explain the change.
-DRIFT_TOLERANCE = 0.05
-_DRIFT_Z = 3.29  # two-sided p = 0.001
 # Tolerance of `require_whole_work`. Calls in a row may take up to the first value times the sampled time, plus the second value
 # in seconds. Even with a correct clock, they can take longer than the sampled time, because the host needs some microseconds per
 # launch, and because other processes may slow down the calls.
@@ -60,30 +56,6 @@ class HarnessError(HyperionError):
 
 
 @dataclass(frozen=True)
-class Drift:
-    """The drift of a series of samples.
-
-    Args:
-        relative: change over the whole series, divided by the median of the series. It is computed from the slope of a resistant
-            line.
-        z: z-score of the rank correlation between the samples and their order.
-        ends: median of the first third and median of the last third of the series, in the unit of the samples.
-    """
-
-    relative: float
-    z: float
-    ends: tuple[float, float]
-
-    @property
-    def present(self) -> bool:
-        """Whether the drift is larger than the tolerance and cannot be explained by chance."""
-        return abs(self.relative) > DRIFT_TOLERANCE and abs(self.z) > _DRIFT_Z
-
-    def __str__(self) -> str:
-        return f"the samples drifted by {self.relative:+.1%} while they were taken (z = {self.z:+.1f})"
-
-
-@dataclass(frozen=True)
 class Timing:
     """The raw samples of one function, with the conditions under which they were taken.
 
@@ -93,8 +65,8 @@ class Timing:
         warmup_s: median of each window of the warm-up, in seconds.
         warm: whether the times were stable at the end of the warm-up. False if the warm-up reached its time limit.
         cold: whether the last-level cache was flushed before each sample.
-        stopped: the reason why sampling ended. "interval" means that the 95 % confidence interval was within 1 % of the median.
-            The other value is "time limit".
+        stopped: the reason why sampling ended. "interval" means that the 95 % confidence interval was within 1 % of the median
+            if all samples are independent. The other value is "time limit".
         telemetry: median clock frequency, median power and throttle state of the device during sampling.
     """
 
@@ -121,13 +93,8 @@ class Timing:
 
     @property
     def estimate(self) -> Estimate:
-        """Median time of a call in seconds with its 95 % interval.
-
-        The interval assumes that the order of the samples does not matter. If the samples drift, this is not true, and the
-        interval is extended so that it contains the median of the first third and the median of the last third.
-        """
-        estimate = median_estimate(self.samples_s)
-        return with_drift(estimate, self.samples_s) if self.drift.present else estimate
+        """Median time of a call in seconds with its 95 % interval (see `hyperion.results.series.series_estimate`)."""
+        return series_estimate(self.samples_s)
 
     def per_call(self, calls: int) -> "Timing":
         """Return a copy with all times divided by `calls`. Use it if each sample is the time of `calls` calls in a row."""
@@ -375,7 +342,7 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
 
 
 def _relative_half_width(samples: list[float]) -> float:
-    """Return half the width of the 95 % interval of the median, divided by the median.
+    """Return half the width of the 95 % interval of the median of independent samples, divided by the median.
 
     The interval is computed from order statistics, which is fast enough to do after every batch.
 
@@ -421,38 +388,6 @@ def compare_with_plain_loop(
         Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry) for series in (ours, theirs)
     )
     return first, second
-
-
-def drift_of(samples: ArrayLike) -> Drift:
-    """Return the drift of a series of samples.
-
-    The size of the drift is computed from the slope of a resistant line, which connects the medians of the outer thirds. Daniels'
-    test for trend decides whether chance can explain the drift.
-
-    Args:
-        samples: 1-D series in the order in which the samples were taken. With fewer than `LEAST_FOR_DRIFT` samples, the returned
-            drift is 0.
-
-    Sources: for the line, Tukey, Exploratory Data Analysis, 1977, chapter 10; for the test, Daniels, Journal of the Royal
-    Statistical Society B 12 (1950) 171-181.
-    """
-    values = np.asarray(samples, dtype=np.float64)
-    n, third = len(values), len(values) // 3
-    if n < LEAST_FOR_DRIFT:
-        return Drift(0.0, 0.0, (float("nan"), float("nan")))
-    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
-    # The centres of the outer thirds are n - third samples apart.
-    slope = (last - first) / (n - third)
-    # For constant samples, the correlation is undefined (their standard deviation is 0), so it is set to 0.
-    correlation = np.corrcoef(_ranks(values), np.arange(n))[0, 1] if np.ptp(values) else 0.0
-    # Without a trend, the rank correlation has mean 0 and variance 1 / (n - 1).
-    return Drift(slope * n / float(np.median(values)), float(correlation * np.sqrt(n - 1)), (first, last))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return the rank of each value, counted from 1. Equal values have the mean of their ranks."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def require_whole_work(

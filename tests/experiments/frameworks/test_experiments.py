@@ -237,8 +237,10 @@ def test_the_first_half_of_the_steps_of_a_launch_is_warm_up():
 
 def test_a_framework_with_half_the_step_time_is_twice_as_fast_as_the_plain_loop(tmp_path):
     context = toy_context("framework_speed", SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 2}, tmp_path)
-    times = {"plain loop": [2.0, 2.0], "hyperion": [1.0, 1.0]}
-    rows = framework_speed._comparison_rows(context, FrameworkSpeedOptions.of(context), times, "synthetic")
+    runs = {
+        name: [Record(**NO_RECORD, step_times_s=[time_s] * 4)] * 2 for name, time_s in (("plain loop", 2.0), ("hyperion", 1.0))
+    }
+    rows = framework_speed._comparison_rows(context, FrameworkSpeedOptions.of(context), runs, "synthetic")
     assert [(row.variant, row.metric, row.value) for row in rows] == [
         ("plain loop", "count", 1),
         ("hyperion", "count", 0),
@@ -261,6 +263,18 @@ def test_the_peak_of_two_devices_is_twice_that_of_one(tmp_path, monkeypatch):
     # A step of 4 rows of 16 tokens takes 1 s, and the vendor publishes 989.4 TFLOPS.
     flops = llama_flops_per_token(shape, 16).forward_backward * 4 * 16
     assert mfu(1) == pytest.approx(flops / 989.4e12) and mfu(2) == pytest.approx(flops / (2 * 989.4e12))
+
+
+def test_the_ranking_uses_the_intervals_of_the_rows_that_it_compares(tmp_path):
+    """The medians of the launches are disjoint. With the variation within launches, the intervals of the rates overlap."""
+    context = toy_context("framework_speed", SIZES | {"stacks": ["plain loop", "hyperion"], "launches": 2}, tmp_path)
+    noise = [0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2]
+    runs = {
+        name: [Record(**NO_RECORD, step_times_s=[*noise, *(median_s * factor for factor in noise)]) for median_s in medians]
+        for name, medians in (("plain loop", (1.02, 1.03)), ("hyperion", (1.0, 1.01)))
+    }
+    rows = framework_speed._comparison_rows(context, FrameworkSpeedOptions.of(context), runs, "synthetic")
+    assert [row.value for row in rows if row.metric == "count"] == [0, 0]
 
 
 def test_intervals_that_overlap_are_ties():

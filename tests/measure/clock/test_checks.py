@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,33 +10,13 @@ from hyperion.hardware import HardwareError, detect_cpu
 from hyperion.measure import time_function
 from hyperion.measure.clock import timing
 from hyperion.measure.clock.clocks import WallClock, device_clock
-from hyperion.measure.clock.timing import HarnessError, drift_of, require_cache_label, require_flushed, require_whole_work
+from hyperion.measure.clock.timing import HarnessError, require_cache_label, require_flushed, require_whole_work
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.planted_faults import Queue, Scripted, Unflushed
 from hyperion.measure.products.gemm import require_passed, require_product_flops
 from hyperion.results import Row, RowError
 
 CPU = detect_cpu()
-
-
-def test_steady_series_are_not_called_drifting_and_slopes_are():
-    random = np.random.default_rng(0)
-    steady = [drift_of(random.lognormal(0, 0.1, 100)) for _ in range(500)]
-    assert sum(drift.present for drift in steady) <= 3  # 1 in 1000 by chance, and larger than 5 % besides
-    series = [random.lognormal(0, 0.02, 100) * np.linspace(1, 1.1, 100) for _ in range(100)]
-    rising, falling = [drift_of(one) for one in series], [drift_of(one[::-1]) for one in series]
-    assert all(drift.present for drift in rising + falling)
-    assert np.mean([drift.relative for drift in rising]) == pytest.approx(0.1 / 1.05, rel=0.1)
-
-
-@pytest.mark.parametrize("series", [[1.0] * 50, [1.0, 2.0, 3.0], [1.0, 2.0] * 30])
-def test_series_without_a_trend_have_none(series):
-    assert not drift_of(series).present
-
-
-def test_a_significant_slope_below_the_tolerance_is_no_drift():
-    drift = drift_of(np.linspace(1, 1.03, 1000))
-    assert abs(drift.z) > 10 and not drift.present
 
 
 def test_the_interval_of_drifting_samples_reaches_from_end_to_end():
