@@ -138,6 +138,13 @@ def _require_ranks(plan: ParallelPlan, world: World) -> None:
             where="parallelize",
             next_step="choose 'ddp' or 'fsdp', or start one process",
         )
+    if world.group is not None and world.size > 1:
+        raise HyperionError(
+            f"the world is a process group of {world.size} of {dist.get_world_size()} ranks, whose gradients would be divided by "
+            "the items of all ranks",
+            where="parallelize",
+            next_step="pass the world of all ranks, or world.alone() for training without communication",
+        )
     present = dist.get_world_size(world.group) if dist.is_initialized() else 0
     if plan.strategy != "single" and present != world.size:
         raise HyperionError(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
-from hyperion.checkpoints.sharded import difference, mismatch, require_finite
+from hyperion.checkpoints.sharded import difference, mismatch, require_finite, stored_tensors
 from hyperion.checkpoints.states import EARLIER
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
@@ -223,6 +224,8 @@ class TorchEngine(ABC):
         if not self.model.training:  # train() visits all modules and takes as much host time as launching several kernels
             self.model.train()
         if not self.uncaptured and self._captured is None:
+            self.uncaptured = _why_not_captured(batch, self.optimizer)
+        if not self.uncaptured and self._captured is None:
             counters = (self._items_seen,)
             self._captured = CapturedStep(self._step, batch, self.model, self.optimizer, counters, self.device)
         # A batch with other shapes, such as the last batch of an epoch, runs without the graph.
@@ -237,6 +240,7 @@ class TorchEngine(ABC):
 
         No operation waits for the device or reads a value from it, so that the step can be captured.
         """
+        self.optimizer.zero_grad()  # a backward pass outside of a step, or a step that failed, may have left gradients
         rank_items = self.count_items(batch)
         finish_count = start_sum(rank_items, self.ranks)  # the ranks exchange this sum during the forward pass
         sums: list[Tensor] = []
@@ -305,14 +309,25 @@ class TorchEngine(ABC):
                 The error is raised on all ranks.
         """
         here = self._state()
+        # PyTorch creates the state of all parameters. A parameter that had no gradient before the save has none in the folder.
+        stored, moments = agreed(lambda: stored_tensors(folder)), here["optimizer"]["state"]
+        for name, own in list(moments.items()):
+            tensors = [f"optimizer/state/{name}/{key}" for key, value in own.items() if isinstance(value, Tensor)]
+            if tensors and not any(tensor in stored for tensor in tensors):
+                del moments[name]
         state = read_sharded(folder, here)
         # `read_sharded` has already changed the tensors of the model. If a check fails, `newest_good` loads an earlier
         # checkpoint.
         agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
         agreed(lambda: _require_same_structure(state, here, folder))
         set_model_state_dict(self.model, state["model"])
+        # How the optimizer runs is not part of its state: a fused update of whole tensors does not exist for shards.
+        own = [{name: group[name] for name in _HOW if name in group} for group in self.optimizer.param_groups]
         with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+            options = StateDictOptions(strict=False)  # for parameters without state
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        for group, options in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(options)
         self.steps = state["steps"]
         # Change the tensor in place, because a captured graph adds to it.
         self._items_seen.fill_(state["items_seen"])
@@ -563,6 +578,34 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: 
             where=where,
             next_step="make the optimizer from the parameters of this model, and freeze the others with requires_grad_(False)",
         )
+    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    if len(rates) > 1:
+        raise HyperionError(
+            f"the optimizer's parameter groups have the learning rates {', '.join(f'{rate:g}' for rate in rates)}, but the "
+            "schedule sets one rate for all groups",
+            where=where,
+            next_step="give all groups the same rate, or write an engine whose train_step sets the rate of each group",
+        )
+
+
+def _why_not_captured(batch: Any, optimizer: torch.optim.Optimizer) -> str:
+    """Return the reason why steps with this batch and this optimizer cannot be captured as a graph, or "" if they can."""
+    if not isinstance(batch, tuple | list) or not all(isinstance(part, Tensor) for part in batch):
+        return "the batch is no tuple of tensors, whose values a graph could replace"
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return f"a graph needs new optimizer state that is all zeros, which is not known of {kind.__name__}"
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        return (
+            "a graph needs new optimizer state that is all zeros, but the first step of SGD with dampening differs from the next"
+        )
+    if kind is not torch.optim.SGD and not all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        return f"{kind.__name__} counts its steps on the host unless it has fused=True or capturable=True"
+    return ""
+
+
+# Options of a parameter group that say how an update is computed, and not what.
+_HOW = ("foreach", "fused", "capturable")
 
 
 def _two_tensors(batch: Any, names: str, device: Device) -> tuple[Tensor, Tensor]:

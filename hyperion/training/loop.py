@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable, sole_use
 from hyperion.checkpoints.states import to_tree
@@ -24,6 +25,9 @@ from hyperion.training.engine import Engine, NonFiniteError, StepMetrics
 from hyperion.training.evaluate import evaluating
 from hyperion.training.recipe import rng_state, seed_rank, set_rng_state
 from hyperion.training.snapshots import is_finite, non_finite, read_run, write_run
+
+# On one rank, losses are read before their batches need more than this.
+MOST_HELD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -394,10 +398,11 @@ class _Run:
             self.step += 1
             self.steps_in_epoch += 1
             left -= 1
-            if len(self.unread) >= self.pulse.steps:
+            if len(self.unread) >= self.pulse.steps or self.holds_too_much(batch):
                 self.read_losses()
                 self.report(self.step, self.total_steps, f"loss {self.history.losses[-1]:.4f}")
             if self.stopping or (self.ranks == 1 and self.stop.requested):
+                self.end_of_epoch(waiting)
                 self.save_and_stop()
             # At the end of an epoch, `finish_epoch` saves after the evaluation, so that the checkpoint contains its result.
             if left and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
@@ -410,18 +415,37 @@ class _Run:
             if left == 0:
                 break
         self.meter.pause()
-        # One more batch is taken only from a loader that has no position, because it would be lost.
-        if not left and self.steps_in_epoch == len(self.batches) and not hasattr(self.batches, "load_state_dict"):
-            left = -sum(1 for _ in islice(waiting, 1))
-        if left < 0:
-            raise HyperionError(
-                f"the loader has more batches than its len() of {len(self.batches)}, and they would never be used",
-                where=f"step {self.step}",
-                next_step="make len() of the loader equal to the number of batches that it yields",
-            )
+        self.end_of_epoch(waiting)
         if left:
             raise HyperionError(
                 f"the loader ended {left} batches before the end of the epoch",
+                where=f"step {self.step}",
+                next_step="make len() of the loader equal to the number of batches that it yields",
+            )
+
+    def holds_too_much(self, batch: Any) -> bool:
+        """Return True if the batches whose losses were not read yet need more than `MOST_HELD_BYTES`.
+
+        They are kept for `non_finite`, which writes the batch of a loss that is not finite to a file. Several ranks must read
+        their losses after the same step, whatever the sizes of their batches, so this limit applies to one rank only.
+        """
+        if self.ranks > 1:
+            return False
+        size = sum(part.nbytes for part in tree_leaves(batch) if isinstance(part, torch.Tensor))
+        return size * len(self.unread) > MOST_HELD_BYTES
+
+    def end_of_epoch(self, waiting: Iterator) -> None:
+        """Let the loader notice that its epoch has ended, if it has.
+
+        A loader stores its position. Some loaders, such as torchdata's StatefulDataLoader, begin the next epoch only if their
+        iterator was asked for one more batch. With the position before, a resumed run would get an empty epoch.
+
+        Raises:
+            HyperionError: the loader yields one more batch, which no step would use.
+        """
+        if self.step % len(self.batches) == 0 and sum(1 for _ in islice(waiting, 1)):
+            raise HyperionError(
+                f"the loader has more batches than its len() of {len(self.batches)}, and they would never be used",
                 where=f"step {self.step}",
                 next_step="make len() of the loader equal to the number of batches that it yields",
             )

@@ -106,8 +106,9 @@ def estimate_memory(make: Make, device: Device | str, ask: bool = False) -> Memo
 
 def _create_optimizer_state(engine: TorchEngine) -> None:
     """Allocate the optimizer state that the optimizer allocates in its first step."""
-    for parameter in engine.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    for parameter in (parameter for group in engine.optimizer.param_groups for parameter in group["params"]):
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()
     engine.optimizer.zero_grad()
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from hyperion.chapter.context import Context
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.results import Row
 from hyperion.training import TorchEngine, seed_everything
 
@@ -395,3 +396,21 @@ def _samples(curves: dict[str, np.ndarray]) -> pd.DataFrame:
         for how, curve in curves.items()
     ]
     return pd.concat(frames, ignore_index=True)
+
+
+def with_unequal_rows(batch: tuple[Tensor, Tensor], first_row: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return a batch whose rows have different numbers of targets: from all of them in the first row to about half in the last.
+
+    If all rows have as many targets, a step that gives each micro-batch or each rank the same weight, instead of each token, has
+    the right loss.
+
+    Args:
+        batch: (inputs_BT, targets_BT), the rows of this rank.
+        first_row: number of the first of these rows in the batch over all ranks.
+        rows: number of rows of the batch over all ranks.
+    """
+    inputs_BT, targets_BT = batch
+    targets_BT, length = targets_BT.clone(), targets_BT.shape[1]
+    for place, targets_T in enumerate(targets_BT, start=first_row):
+        targets_T[length - place * length // (2 * rows) :] = IGNORE_INDEX
+    return inputs_BT, targets_BT

@@ -1,6 +1,7 @@
 """An engine's step is the textbook step, and its state comes back whole."""
 
 import copy
+import functools
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import ImageEngine, Precision, WarmupCosine, sgd_nesterov
+from hyperion.training.engine import _why_not_captured
 from tests.training.small import small_batches, small_engine
 
 
@@ -62,6 +64,87 @@ def test_an_optimizer_without_some_parameters_of_the_model_is_refused():
     model.requires_grad_(False)
     head.requires_grad_(True)
     assert ImageEngine(model, torch.optim.SGD(head.parameters(), 0.1), *rest)
+
+
+def test_gradients_that_something_else_left_do_not_count():
+    batch = small_batches().next_batch()
+    engines = [small_engine(), small_engine()]
+    sum(parameter.square().sum() for parameter in engines[1].model.parameters()).backward()
+    for engine in engines:
+        torch.manual_seed(0)
+        engine.train_step(batch)
+    for ours, theirs in zip(*(engine.model.parameters() for engine in engines), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_groups_with_different_learning_rates_are_refused():
+    model = resnet18(width=4)
+    *body, head = model.children()
+    rest = [parameter for module in body for parameter in module.parameters()]
+    groups = [{"params": rest, "lr": 1e-5}, {"params": list(head.parameters()), "lr": 1e-2}]
+    with pytest.raises(HyperionError, match="learning rates 1e-05, 0.01, but the schedule sets one rate"):
+        ImageEngine(model, torch.optim.SGD(groups), WarmupCosine(0.1, 2, 10), Precision("fp32", "test"), detect_cpu())
+
+
+class _Half(torch.nn.Module):
+    """A classifier with a layer that no loss depends on until `both` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle, self.both = torch.nn.Linear(3072, 10), torch.nn.Linear(3072, 10), False
+
+    def forward(self, images_BCYX):
+        x_BD = images_BCYX.flatten(1)
+        return self.used(x_BD) + (self.idle(x_BD) if self.both else 0.0)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD])
+def test_a_parameter_without_gradients_so_far_resumes_and_can_be_trained_later(tmp_path, optimizer):
+    def engine(seed):
+        torch.manual_seed(seed)
+        model = _Half()
+        return ImageEngine(
+            model, optimizer(model.parameters(), lr=0.1), lambda step: 0.1, Precision("fp32", "test"), detect_cpu()
+        )
+
+    batches = [image_batches().next_batch() for _ in range(6)]
+    first, other = engine(0), engine(1)
+    for batch in batches[:3]:
+        first.train_step(batch)
+    first.save(tmp_path)
+    other.load(tmp_path)
+    for each in (first, other):
+        each.model.both = True
+    losses = [[float(each.train_step(batch).loss) for batch in batches[3:]] for each in (first, other)]
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_does_not_change_how_the_optimizer_computes(tmp_path):
+    engines = [image_engine(), image_engine()]
+    for group in engines[1].optimizer.param_groups:
+        group.update(fused=None, foreach=True)
+    for engine in engines:
+        engine.train_step(image_batches().next_batch())
+    engines[0].save(tmp_path)
+    engines[1].load(tmp_path)
+    assert [(group["fused"], group["foreach"]) for group in engines[1].optimizer.param_groups] == [(None, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "optimizer", "reason"),
+    [
+        ("pair", functools.partial(torch.optim.AdamW, fused=True), ""),
+        ("pair", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), ""),
+        ("dict", functools.partial(torch.optim.AdamW, fused=True), "no tuple of tensors"),
+        ("pair", torch.optim.AdamW, "counts its steps on the host"),
+        ("pair", torch.optim.NAdam, "not known of NAdam"),
+        ("pair", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), "dampening"),
+    ],
+)
+def test_steps_that_a_graph_would_compute_wrongly_are_not_captured(batch, optimizer, reason):
+    x, y = small_batches().next_batch()
+    why = _why_not_captured((x, y) if batch == "pair" else {"x": x, "y": y}, optimizer(torch.nn.Linear(2, 2).parameters()))
+    assert reason in why and bool(why) == bool(reason)
 
 
 def test_a_step_trains_a_model_that_was_left_in_evaluation():

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hyperion.training import (
     seed_everything,
     train,
 )
+from hyperion.training.clocks import Pulse
 from tests.training.small import STEPS, small_batches, small_engine, small_validation
 
 
@@ -356,6 +358,76 @@ def test_a_loader_without_a_position_that_has_more_batches_than_it_says_is_an_er
         train(small_engine(), Long(), TrainingPlan(epochs=2))
     # The plan may end within an epoch.
     assert len(train(small_engine(), Long(), TrainingPlan(steps=2)).losses) == 2
+
+
+class NoticesLate:
+    """As torchdata's StatefulDataLoader: an epoch ends only when the iterator is asked for one more batch."""
+
+    def __init__(self, terminate_after=None):
+        self.epoch, self.given, self.terminate_after = 0, 0, terminate_after
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        for number in range(self.given, 5):
+            self.given = number + 1
+            if self.terminate_after == 5 * self.epoch + number + 1:
+                terminate_self()
+            random_BT = torch.randint(0, 19, (4, 9), generator=torch.Generator().manual_seed(5 * self.epoch + number))
+            yield random_BT[:, :-1].contiguous(), random_BT[:, 1:].contiguous()
+        self.epoch, self.given = self.epoch + 1, 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state):
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+@pytest.mark.parametrize("steps", [3, 5, 10, 12])
+def test_a_loader_that_notices_the_end_of_its_epoch_late_resumes_at_every_step(tmp_path, steps):
+    whole = train(small_engine(), NoticesLate(), TrainingPlan(steps=15))
+    train(small_engine(), NoticesLate(), TrainingPlan(steps=steps), folder=tmp_path)
+    resumed = train(small_engine(seed=1), NoticesLate(), TrainingPlan(steps=15), folder=tmp_path)
+    assert resumed.resumed_at == [steps] and resumed.losses == whole.losses
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_such_a_loader_resumes_after_sigterm_too(tmp_path, steps):
+    whole = train(small_engine(), NoticesLate(), TrainingPlan(steps=10))
+    with pytest.raises(Interrupted, match=f"after step {steps} "):
+        train(small_engine(), NoticesLate(terminate_after=steps), TrainingPlan(steps=10), folder=tmp_path)
+    resumed = train(small_engine(seed=1), NoticesLate(), TrainingPlan(steps=10), folder=tmp_path)
+    assert resumed.resumed_at == [steps] and resumed.losses == whole.losses
+
+
+@pytest.mark.parametrize("most, least_alive, most_alive", [(1 << 30, 6, 8), (2 * 4 * 8 * 8, 1, 4)])
+def test_batches_are_held_until_their_losses_are_read_but_not_too_many(monkeypatch, most, least_alive, most_alive):
+    monkeypatch.setattr("hyperion.training.loop.MOST_HELD_BYTES", most)
+    made, alive = [], []
+
+    class AsOnAnAccelerator(Pulse):
+        def __init__(self, device):
+            super().__init__(device)
+            self.steps = 20
+
+    monkeypatch.setattr("hyperion.training.loop.Pulse", AsOnAnAccelerator)
+
+    class Counting(NoticesLate):
+        def __len__(self):
+            return 7
+
+        def __iter__(self):
+            for _ in range(7):
+                random_BT = torch.randint(0, 19, (4, 9))
+                batch = random_BT[:, :-1].contiguous(), random_BT[:, 1:].contiguous()
+                made.append(weakref.ref(batch[0]))
+                alive.append(sum(one() is not None for one in made))
+                yield batch
+
+    train(small_engine(), Counting(), TrainingPlan(steps=7))
+    assert least_alive <= max(alive) <= most_alive
 
 
 class ForgetsEval(LanguageEngine):

@@ -12,6 +12,7 @@ from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, al
 from hyperion.models import transformer
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
+from hyperion.training import LanguageEngine
 from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, fewest_checkpointed, largest_batch
 from hyperion.workloads.workloads import ImageSizes, LanguageSizes, random_batch, workload
 
@@ -53,6 +54,18 @@ CELLS = {"lm fp32": (language(), "fp32"), "lm bf16": (language(), "bf16"), "lm f
 def test_the_estimate_is_what_the_cpus_allocator_hands_out(work, dtype):
     made = functools.partial(make, work, dtype)
     assert estimate_memory(made, CPU).peak_bytes == pytest.approx(measured(*made(CPU)), rel=EXACT)
+
+
+def test_a_frozen_parameter_has_no_gradient():
+    def make_frozen(device):
+        engine, batch = make(language(), "fp32", device)
+        for parameter in engine.model.parameters():
+            parameter.requires_grad_(False)
+        trained = [parameter.requires_grad_(True) for parameter in list(engine.model.parameters())[-2:]]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        return LanguageEngine(engine.model, optimizer, engine.schedule, engine.precision, device), batch
+
+    assert estimate_memory(make_frozen, CPU).peak_bytes == pytest.approx(measured(*make_frozen(CPU)), rel=EXACT)
 
 
 def largest_workspace(model, images, dtype) -> int:

@@ -9,8 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.workloads import twins
-from hyperion.workloads.twins import BIAS, FALSE_ALARM, TWINS, OtherRounding, agreements, tolerance, train_twins, windows
+from hyperion.workloads.twins import (
+    BIAS,
+    FALSE_ALARM,
+    TWINS,
+    OtherRounding,
+    agreements,
+    tolerance,
+    train_twins,
+    windows,
+    with_unequal_rows,
+)
 
 UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp8": 2.0**-4}
 
@@ -130,3 +141,16 @@ def test_bf16_lies_within_its_twins(scattered):
 def test_another_training_is_noticed(scattered, fault):
     found = agreements(np.array(train(**fault)), *scattered)
     assert any(agreement.difference > agreement.tolerance for agreement in found), found
+
+
+def test_rows_have_different_numbers_of_targets_whoever_has_them():
+    inputs_BT = torch.arange(8 * 10).view(8, 10)
+    whole = with_unequal_rows((inputs_BT, inputs_BT + 1), 0, 8)
+    counts = (whole[1] != IGNORE_INDEX).sum(dim=1)
+    assert counts.tolist() == [10, 10, 9, 9, 8, 7, 7, 6] and torch.equal(whole[0], inputs_BT)
+    for parts in (2, 4):
+        # The mean of the means of the parts is not the mean of all.
+        sums = [part.sum() for part in counts.chunk(parts)]
+        assert len(set(map(int, sums))) == parts
+        mine = [with_unequal_rows((part, part + 1), 8 // parts * rank, 8)[1] for rank, part in enumerate(inputs_BT.chunk(parts))]
+        assert torch.equal(torch.cat(mine), whole[1])

@@ -7,6 +7,7 @@ equal.
 """
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,7 @@ from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, Precision, TrainingPlan, WarmupCosine, adamw, seed_everything, train
 from hyperion.workloads import datasets
-from hyperion.workloads.twins import SCATTER_BF16
+from hyperion.workloads.twins import SCATTER_BF16, with_unequal_rows
 
 FIRST = "fp32"
 # Relative tolerance for the losses of identical training runs on a GPU, where the order of some sums depends on which thread
@@ -221,13 +222,32 @@ def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, to
         batches = LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, where)
         # If a block is recompiled too often, the compiler silently falls back to eager mode. With this setting it raises.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
-            return train(engine, batches, TrainingPlan(steps=until), folder=folder, report=report).losses
+            return train(engine, _UnequalRows(batches), TrainingPlan(steps=until), folder=folder, report=report).losses
 
     if not rung.resumed:
         return train_until(options.steps, context.seed, None)
     folder = context.workspace / "interrupted"
     train_until(options.steps // 2, context.seed, folder)
     return train_until(options.steps, context.seed + 1, folder)  # another seed: the checkpoint must replace these weights
+
+
+class _UnequalRows:
+    """A resumable loader whose rows have different numbers of targets, so that micro-batches have different weights."""
+
+    def __init__(self, batches: LanguageBatches):
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (with_unequal_rows(batch, 0, len(batch[1])) for batch in self._batches)
+
+    def state_dict(self) -> dict:
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self._batches.load_state_dict(state)
 
 
 def _engine(context: Context, options: ParityLadderOptions, rung: ParityRung, tokens: np.ndarray) -> LanguageEngine:

@@ -70,6 +70,9 @@ def run(context: Context, report: Report) -> Result:
     resumed, undisturbed = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
     difference = largest_relative_difference(resumed, undisturbed)
     source = again.source
+    # A run that ignored the checkpoint and started again would have the same losses.
+    saved = options.kill_after - options.kill_after % options.checkpoint_every
+    late = abs(int(again.samples.loc[again.samples["run"] == RUNS[0], "resumed_at"].iloc[0]) - saved)
     rows = [
         context.row(
             "ddp",
@@ -86,6 +89,14 @@ def run(context: Context, report: Report) -> Result:
             ),
         ),
         context.error_row("ddp", "count", remaining, "none", 0, params={"what": "processes left behind", "ranks": ranks}),
+        context.error_row(
+            "ddp",
+            "count",
+            late,
+            "resumed at the last checkpoint",
+            0,
+            params={"what": "steps between the last checkpoint and the resume", "ranks": ranks, "checkpoint": saved},
+        ),
         context.error_row(
             "ddp",
             "relative_difference",
@@ -215,4 +226,5 @@ def train_on_rank(context: Context, report: Report, folder: str, kill_after: int
         batches = _KilledAfter(batches, kill_after, context.workspace / "died")
     history = train(training.engine, batches, recipe.plan(), folder=context.workspace / folder, report=report)
     curve = pd.DataFrame({"step": range(1, len(history.losses) + 1), "loss": history.losses})
+    curve["resumed_at"] = max(history.resumed_at, default=0)
     return Result([], curve, training.source)

@@ -63,7 +63,7 @@ def run(context: Context, report: Report) -> Result:
     for ranks in options.resuming(context):
         resumed = run_on_ranks(context, report, resume, ranks=ranks)
         curves.append(resumed[0].samples)
-        rows.append(_row(context, options, ranks, first[0], resumed[0]))
+        rows += _rows(context, options, ranks, first[0], resumed[0])
     return Result(merged(first).rows + rows, pd.concat(curves, ignore_index=True), first[0].source)
 
 
@@ -103,24 +103,28 @@ def _train(context: Context, options: ReshardingOptions, plan: TrainingPlan, fol
     training = set_up(context, options.recipe("fsdp", options.steps))
     history = train(training.engine, training.batches, plan, folder=folder, report=report)
     curve = pd.DataFrame({"ranks": world().size, "step": range(1, options.steps + 1), "loss": history.losses})
+    curve["resumed_at"] = max(history.resumed_at, default=0)
     return Result([], curve, training.source)
 
 
-def _row(context: Context, options: ReshardingOptions, ranks: int, first: Result, resumed: Result) -> Row:
+def _rows(context: Context, options: ReshardingOptions, ranks: int, first: Result, resumed: Result) -> list[Row]:
+    """Return the rows with the difference of the losses, and with the distance of the step at which the run resumed.
+
+    A run that ignored the checkpoint and started again would have the same losses.
+    """
     expected, losses = (
         result.samples.sort_values(by="step")["loss"].to_numpy()[options.steps_before :] for result in (first, resumed)
     )
     difference = largest_relative_difference(losses, expected)
-    return context.error_row(
-        "fsdp",
-        "relative_difference",
-        difference,
-        f"next losses of the ranks that saved; {SCATTER_FP32}",
-        TOLERANCE,
-        dtype="fp32",
-        params=_params(context, options, ranks),
-        data_source=resumed.source,
-    )
+    late = abs(int(resumed.samples["resumed_at"].iloc[0]) - options.steps_before)
+    params = _params(context, options, ranks)
+    shared = {"dtype": "fp32", "data_source": resumed.source}
+    check = f"next losses of the ranks that saved; {SCATTER_FP32}"
+    where = params | {"what": "steps between the checkpoint and the resume"}
+    return [
+        context.error_row("fsdp", "relative_difference", difference, check, TOLERANCE, params=params, **shared),
+        context.error_row("fsdp", "count", late, "resumed at the checkpoint", 0, params=where, **shared),
+    ]
 
 
 def _params(context: Context, options: ReshardingOptions, ranks: int) -> dict:

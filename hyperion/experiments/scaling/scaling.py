@@ -9,7 +9,7 @@ import contextlib
 import functools
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -224,23 +224,28 @@ def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[
     if training.item == "image":
         flops = flops_per_image(CLASS_COUNT, training.width).forward_backward
         parameters = reduced = parameter_count(resnet18(CLASS_COUNT, training.width))
+        kept = 0  # not estimated, because its blocks differ in size
     elif training.lora:
         config = random_llama_shape(training.model, training.vocabulary)
         flops = llama_flops_per_token(config, training.sequence_length, RANK, ATTENTION).forward_backward
         parameters, reduced = llama_parameter_count(config), 0  # of the gradients, only those of the adapters are reduced
+        layers = config.num_hidden_layers
+        kept = parameters - (layers - 1) * (llama_parameter_count(replace(config, num_hidden_layers=layers + 1)) - parameters)
     else:
         config = lm_config(training)
         flops = flops_per_token(config, training.sequence_length).forward_backward
         parameters = reduced = config.parameter_count
+        layers = config.layers
+        kept = parameters - (layers - 1) * (replace(config, layers=layers + 1).parameter_count - parameters)
     # With the ring algorithm, each rank sends (N - 1) / N of the tensor in a reduce-scatter, and as much in an all-gather. An
     # all-reduce consists of both.
     passes = (ranks - 1) / ranks
     if training.strategy == "ddp":
         return flops, 2 * passes * 4 * reduced  # all-reduce of float32 gradients
     gathered = 2 if dtype == "bf16" else 4
-    return flops, passes * (
-        2 * gathered * parameters + 4 * reduced
-    )  # all-gather in the forward and backward pass, then reduce-scatter
+    # All-gather in the forward and backward pass, then reduce-scatter. The last block and the parameters outside of the blocks
+    # stay gathered between the two passes (see `parallelize`).
+    return flops, passes * (gathered * (2 * parameters - kept) + 4 * reduced)
 
 
 def _launch(
@@ -607,9 +612,9 @@ def _batch(
     if training.item == "image":
         images = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
         labels = torch.randint(CLASS_COUNT, (count,), generator=generator)
-        return images.chunk(here.size)[here.rank].to(device), labels.chunk(here.size)[here.rank].to(device)
+        return images.tensor_split(here.size)[here.rank].to(device), labels.tensor_split(here.size)[here.rank].to(device)
     tokens = torch.randint(training.vocabulary, (count, length + 1), generator=generator)
-    own = tokens.chunk(here.size)[here.rank].to(device)
+    own = tokens.tensor_split(here.size)[here.rank].to(device)
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 

@@ -37,10 +37,11 @@ def test_a_killed_rank_gets_the_row_that_was_foretold_and_leaves_nothing(standin
     monkeypatch.setattr(variants, "run_ranks", run)
     context = toy_context("rank_failure", SIZES, tmp_path)
     (forecast,) = EXPERIMENT.forecast(context)
-    detection, left, again = perform(context, tmp_path).rows
+    detection, left, late, again = perform(context, tmp_path).rows
     assert (forecast.metric, forecast.dtype, forecast.params) == (detection.metric, detection.dtype, detection.params)
     assert detection.params == {"ranks": 2, "rank": 1, "signal": "SIGKILL"} and detection.rank is None
-    assert left.value == 0 and again.value < 1e-6 and again.params["steps"] == 6
+    assert left.value == late.value == 0 and late.params["checkpoint"] > 0
+    assert again.value < 1e-6 and again.params["steps"] == 6
 
 
 def test_a_rank_that_goes_on_is_counted(tmp_path):

@@ -1,18 +1,30 @@
 """Communication is a share only where it is one: exposed time from a trace, and a difference with its sign beside it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from hyperion.chapter import variants
 from hyperion.chapter.context import Context, Result
 from hyperion.errors import HyperionError
 from hyperion.experiments.scaling import scaling
-from hyperion.experiments.scaling.scaling import EXPOSED, MODES, ScalingOptions, _difference_rows, _exposed_row, step_times
+from hyperion.experiments.scaling.scaling import (
+    EXPOSED,
+    MODES,
+    ScalingOptions,
+    _difference_rows,
+    _exposed_row,
+    lm_config,
+    step_times,
+)
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.steps.trace import COMMUNICATION, GAPS, GEMM, MEMORY, Event, Trace
-from hyperion.processes import JobError, run_ranks
+from hyperion.models import TransformerLM, layout_of
+from hyperion.processes import JobError, run_ranks, world
 from hyperion.results import Row
 from tests.chapter.toy import perform, toy_context
 from tests.hardware.machines import facts
@@ -103,6 +115,31 @@ def test_the_prediction_for_images_counts_the_gradients_of_the_whole_network(tmp
     # multiply-adds per image forward, and the backward pass has twice as many.
     assert sent == 2 * 3 / 4 * 4 * 11_173_962
     assert flops == pytest.approx(3 * 2 * 0.556e9, rel=0.01)
+
+
+def test_what_fsdp_keeps_gathered_is_gathered_once(tmp_path):
+    sizes = {"name": "fsdp", "model": "lm_d128_h4_l2", "strategy": "fsdp", "batch_per_device": 4}
+    sizes |= {"sequence_length": 64, "vocabulary": 2048}
+    training = ScalingOptions.of(toy_context("scaling", SIZES | {"workloads": [sizes]}, tmp_path)).workloads[0]
+    with torch.device("meta"):
+        model = TransformerLM(lm_config(training))
+    count = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    names = layout_of(model).blocks
+    again = sum(number for name, number in count.items() if any(name.startswith(f"{block}.") for block in names[:-1]))
+    total = sum(count.values())
+    assert 0 < again < total
+    # 3/4 of the bf16 parameters, of those of all blocks but the last twice, and of the float32 gradients.
+    assert scaling._flops_and_bytes(training, 4, "bf16")[1] == 3 / 4 * (2 * (total + again) + 4 * total)
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+def test_a_batch_is_divided_among_any_number_of_ranks(ranks, tmp_path):
+    context = toy_context("scaling", SIZES, tmp_path)
+    training = ScalingOptions.of(context).workloads[0]
+    here = world()
+    parts = [scaling._batch(context, training, 8, 16, replace(here, rank=rank, size=ranks), 0)[0] for rank in range(ranks)]
+    assert min(map(len, parts)) > 0
+    assert torch.equal(torch.cat(parts), scaling._batch(context, training, 8, 16, here, 0)[0])
 
 
 @pytest.mark.parametrize(("machine", "exposed_ns"), [("H200", 60), ("cpu", 60)])
@@ -227,7 +264,7 @@ def test_a_number_of_devices_on_which_ranks_fail_leaves_the_others_measured(stan
     assert [(row.params["ranks"], row.value > 0) for row in times] == [(1, True)]
     failed = [row for row in result.rows if row.params["ranks"] == 2]
     assert [(row.metric, row.value, row.params["mode"]) for row in failed] == [("scaling_efficiency", None, m) for m in MODES]
-    assert all(row.value_reason.startswith("the launch failed: ") and "rank 1" in row.value_reason for row in failed)
+    assert all(row.value_reason.startswith("the launch failed: a tensor of the batch is empty") for row in failed)
 
 
 def launches(monkeypatch, tmp_path, fault: JobError) -> tuple[list, Result | None]:
