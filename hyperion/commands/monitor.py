@@ -17,8 +17,9 @@ import typer
 
 from hyperion.commands.console import parse_duration
 from hyperion.errors import HyperionError
-from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, csv_rows, mean_power, system_devices
-from hyperion.hardware.visible import visible_devices
+from hyperion.hardware.device import Device
+from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, Reading, csv_rows, mean_power, system_devices
+from hyperion.hardware.visible import selected_devices, visible_devices
 from hyperion.terminal import say
 
 _GROWTH_GIB = 0.05  # less than this is noise of other programs
@@ -86,9 +87,27 @@ def monitor(
         rates = []
         say(f"no energy per token: {error.what}")
     for rate in rates:
-        power = mean_power(watching.readings, rate.started_s - clock_s, rate.ended_s - clock_s, rate.devices)
+        readings, working = working_devices(watching.devices, watching.readings, rate.devices)
+        power = mean_power(readings, rate.started_s - clock_s, rate.ended_s - clock_s, working)
         say(energy_line(rate.name, None if power is None else power / rate.tokens_per_s))
     raise typer.Exit(code)
+
+
+def working_devices(
+    devices: Sequence[Device], readings: Sequence[Sequence[Reading]], count: int | None, root: Path = Path("/")
+) -> tuple[list[Sequence[Reading]], int | None]:
+    """Return the readings of the devices that a training may have used, and how many of them worked.
+
+    If the training used all devices that the environment selects, the second value is None: the power of all of them counts,
+    also if they are first dies of different modules.
+    """
+    try:
+        selected = selected_devices(devices, os.environ, root)
+        visible = visible_devices(devices, os.environ, root)
+    except HyperionError:  # a part of a GPU, or numbers whose meaning only CUDA knows
+        return list(readings), count
+    chosen = [series for device, series in zip(devices, readings, strict=True) if device in visible]
+    return chosen, None if count is not None and count >= len(selected) else count
 
 
 def run_watched(command: Sequence[str]) -> int:

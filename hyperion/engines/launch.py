@@ -229,8 +229,12 @@ def use_one_device() -> None:
 
     The HF Trainer would divide the batch over all visible devices.
     """
+    import torch
+
+    # HIP reads the first variable that is set. Without it, torch counts the devices that ROCR_VISIBLE_DEVICES leaves.
+    rocm = ["HIP_VISIBLE_DEVICES"] if torch.version.hip else []
     known = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
-    for name in known or ["CUDA_VISIBLE_DEVICES"]:
+    for name in known or rocm or ["CUDA_VISIBLE_DEVICES"]:
         os.environ[name] = os.environ.get(name, "0").split(",")[0]
 
 

@@ -127,10 +127,11 @@ class RocmSettings:
 
     No variable is set on other platforms.
 
-    RCCL reads NCCL_DEBUG. No library reads RCCL_DEBUG, so it is not set.
+    `expandable_segments` is off, so that all platforms use the same allocator: PyTorch ignores it on ROCm before version 7, and
+    supports it on ROCm 7 since 2026 only. RCCL reads NCCL_DEBUG. No library reads RCCL_DEBUG, so it is not set.
     """
 
-    expandable_segments: bool = True
+    expandable_segments: bool = False
     hsa_no_scratch_reclaim: Literal["", "0", "1"] = "1"
     hsa_enable_sdma: Literal["", "0", "1"] = "1"
     nccl_debug: Literal["", "VERSION", "WARN", "INFO", "TRACE"] = ""

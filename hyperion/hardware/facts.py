@@ -19,9 +19,10 @@ from pathlib import Path
 
 import hyperion
 from hyperion.forms import read_form
-from hyperion.hardware.cpu import CpuFacts, read_cpu
+from hyperion.hardware.cpu import CpuFacts, read_cpu, system_text
 from hyperion.hardware.device import Device, HardwareError
 from hyperion.hardware.specs import data_sheet_cache_bytes, lookup
+from hyperion.hardware.telemetry import AMD_NAMES
 
 VISIBLE_DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -244,8 +245,10 @@ def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) ->
     names = [name.strip() for name in named.split(",")][:count] if named else [str(number) for number in range(count)]
     sheet, _ = lookup(device)
     if sheet is not None and "(one GCD)" in sheet.name:
+        # HIP numbers the devices that ROCR_VISIBLE_DEVICES has left.
+        left = [name.strip() for name in environment.get("ROCR_VISIBLE_DEVICES", "").split(",") if name.strip()]
         # Later entries of a dict replace earlier ones. In reversed order, the first die of each module remains.
-        names = list({_module(place, name): name for place, name in reversed(list(enumerate(names)))}.values())[::-1]
+        names = list({_module(place, name, left): name for place, name in reversed(list(enumerate(names)))}.values())[::-1]
     # All variables get the same value, because the build of torch determines which variable is read.
     return [dict.fromkeys(variables, name) for name in names]
 
@@ -364,14 +367,18 @@ def _detect_gpu(facts: MachineFacts, gpu: GpuFacts, index: int) -> Device:
     )
 
 
-def _module(place: int, name: str) -> int:
+def _module(place: int, name: str, left: list[str]) -> int:
     """Return the number of the MI250X module to which a die belongs. Module n contains the dies 2n and 2n + 1.
 
     Args:
         place: index of the die in the list of visible dies. It is used if `name` is not a number.
         name: number or UUID of the die.
+        left: numbers or UUIDs of the dies that ROCR_VISIBLE_DEVICES makes visible, or an empty list for all dies.
     """
-    return (int(name) if name.isdecimal() else place) // 2
+    number = int(name) if name.isdecimal() else place
+    if number < len(left) and left[number].isdecimal():
+        number = int(left[number])
+    return number // 2
 
 
 def _read_gpus() -> tuple[tuple[GpuFacts, ...], str | None, str | None]:
@@ -387,12 +394,16 @@ def _read_gpus() -> tuple[tuple[GpuFacts, ...], str | None, str | None]:
     return gpus, None, _collectives_version(torch) if gpus else None
 
 
-def _read_gpu(properties) -> GpuFacts:
+def _read_gpu(properties, root: Path = Path("/")) -> GpuFacts:
     clock_khz = getattr(properties, "clock_rate", None)
     memory_clock_khz = getattr(properties, "memory_clock_rate", None)
     uuid = getattr(properties, "uuid", None)
+    name: str = properties.name
+    address = _pci_address(properties)
+    if name.strip() in ("", "AMD Radeon Graphics") and address:
+        name = AMD_NAMES.get(system_text(root / "sys/bus/pci/devices" / address / "device") or "", name)
     return GpuFacts(
-        name=properties.name,
+        name=name,
         total_memory_bytes=properties.total_memory,
         multi_processor_count=properties.multi_processor_count,
         major=properties.major,
@@ -400,7 +411,7 @@ def _read_gpu(properties) -> GpuFacts:
         gcn_arch_name=getattr(properties, "gcnArchName", None),
         l2_cache_bytes=getattr(properties, "L2_cache_size", None),
         uuid=str(uuid) if uuid is not None else None,
-        pci_address=_pci_address(properties),
+        pci_address=address,
         max_clock_mhz=clock_khz / 1000 if clock_khz else None,
         memory_clock_mhz=memory_clock_khz / 1000 if memory_clock_khz else None,
         memory_bus_bits=getattr(properties, "memory_bus_width", None) or None,

@@ -20,7 +20,7 @@ import psutil
 
 from hyperion.hardware.cpu import read_cpu, system_text, usable_cpus
 from hyperion.hardware.device import Device
-from hyperion.hardware.telemetry import Reader, Telemetry, reader_for
+from hyperion.hardware.telemetry import AMD_NAMES, Reader, Telemetry, reader_for
 from hyperion.install.machine import AMD, DISPLAY_CLASSES
 from hyperion.units import GIB
 
@@ -120,7 +120,8 @@ def _amd_devices(root: Path) -> list[Device]:
         total = system_text(folder / "mem_info_vram_total")
         if not total:  # no amdgpu driver
             continue
-        name = system_text(folder / "product_name") or f"AMD GPU {system_text(folder / 'device')}"
+        pci_id = system_text(folder / "device") or ""
+        name = system_text(folder / "product_name") or AMD_NAMES.get(pci_id, f"AMD GPU {pci_id}")
         index = len(devices)
         # sysfs does not contain the architecture, so it is derived from the product name. Only gfx90a matters here, because the
         # power reading of an MI250X covers two dies.

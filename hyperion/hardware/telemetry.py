@@ -1,6 +1,6 @@
 """Clock, power, temperature and throttling of a device, read once or sampled while a block of code runs.
 
-NVIDIA GPUs are read with NVML. AMD GPUs are read with sysfs, and also with amdsmi if ROCm has installed it. CPUs are read with
+NVIDIA GPUs are read with NVML. AMD GPUs are read with sysfs, and also with amdsmi if this environment has it. CPUs are read with
 cpufreq. A quantity that cannot be read is None with a reason, and never 0. A reader is a function without arguments that returns
 a `Telemetry`. It finds its device by UUID or PCI address and not by index, because torch numbers only visible devices, while NVML
 and amdsmi number all devices.
@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import statistics
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -30,9 +31,28 @@ NVML_SLOWDOWNS = {
     0x40: "hw_thermal",
     0x80: "hw_power_brake",
 }
+# Bits of the amdgpu driver's status that does not depend on the device: limits of power, of current and of temperature, and
+# signals from the board.
+AMD_SLOWDOWNS = {
+    range(8): "sw_power_cap",
+    range(16, 24): "current_limit",
+    range(32, 44): "hw_thermal",
+    range(44, 48): "board_signal",
+}
+AMD_TICK_J = 2.0**-16  # joules per tick of the energy counter of the MI200 series, 15.259 uJ
 BUSY = "busy"
 _BUSY_SHARE = 0.1
+# Product names by PCI id, from amdgpu.ids of libdrm. The library of a PyTorch wheel may not find this file, and then calls every
+# GPU "AMD Radeon Graphics".
+AMD_NAMES = {
+    "0x7408": "AMD Instinct MI250X",
+    "0x740c": "AMD Instinct MI250X / MI250",
+    "0x740f": "AMD Instinct MI210",
+    "0x74a1": "AMD Instinct MI300X",
+    "0x74a5": "AMD Instinct MI325X",
+}
 MI250_PCI_IDS = ("0x7408", "0x740c")
+MI200_PCI_IDS = (*MI250_PCI_IDS, "0x740f")
 AMD_NOT_AVAILABLE = 0xFFFF  # value that gpu_metrics contains for a field that the device does not report
 
 
@@ -283,7 +303,8 @@ def nvml_throttle(bits: int) -> str:
 def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Return the reader for an AMD GPU.
 
-    It uses amdsmi if that is installed, and sysfs for quantities that amdsmi does not report.
+    It uses amdsmi if that is installed, and sysfs for quantities that amdsmi does not report. `make setup` does not install
+    amdsmi, which is a part of ROCm.
     """
     address = device.pci_address
     if not address:
@@ -292,7 +313,7 @@ def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
     position = gcd_position(device, root)
 
     def read() -> Telemetry:
-        raw = read_amd_sysfs(address, root)
+        raw = read_amd_sysfs(address, root) | read_gpu_metrics(address, root)
         if metrics is not None:
             raw.update({name: value for name, value in metrics().items() if value is not None})
         return interpret_amd(raw, position)
@@ -321,11 +342,11 @@ def gcd_position(device: Device, root: Path = Path("/")) -> str:
 
     The two dies of a module have neighbouring PCI addresses. The first die has the lower address.
     """
-    if device.arch != "gfx90a" or "MI250" not in device.name:
-        return "device"
     dies = sorted(
         folder.name for folder in (root / "sys/bus/pci/devices").glob("*") if system_text(folder / "device") in MI250_PCI_IDS
     )
+    if device.pci_address not in dies and (device.arch != "gfx90a" or "MI250" not in device.name):
+        return "device"
     # A die that is not listed counts as the first die. If it reports a power, this is the power of the whole module.
     return "second" if device.pci_address in dies and dies.index(device.pci_address) % 2 else "first"
 
@@ -349,6 +370,34 @@ def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float 
         # hwmon reports Hz, microwatts and thousandths of a degree. Some GPUs report the current power ("input") and no average.
         "power_w": value("power1", "average", 1e-6) or value("power1", "input", 1e-6),
         "temperature_c": value(sensors.get("junction", "temp1"), "input", 1e-3),
+    }
+
+
+def read_gpu_metrics(pci_address: str, root: Path = Path("/")) -> dict[str, float | str | None]:
+    """Return the slow-down reasons and the energy counter in joules from the file gpu_metrics of the amdgpu driver.
+
+    Only the table of the MI200 series is read, which has version 1.3. The result is {} for other GPUs.
+
+    Source: struct gpu_metrics_v1_3 in drivers/gpu/drm/amd/include/kgd_pp_interface.h of Linux 6.12, and the bits of
+    indep_throttle_status in drivers/gpu/drm/amd/pm/swsmu/inc/amdgpu_smu.h. No device was available to test it.
+    """
+    folder = root / "sys/bus/pci/devices" / pci_address
+    if system_text(folder / "device") not in MI200_PCI_IDS:
+        return {}
+    try:
+        table = (folder / "gpu_metrics").read_bytes()
+    except OSError:
+        return {}
+    if len(table) < 120 or struct.unpack_from("<HBB", table) != (120, 1, 3):
+        return {}
+    ticks, status = (struct.unpack_from("<Q", table, place)[0] for place in (24, 112))
+    # All bits set means that the device does not report the field.
+    reasons = [name for bits, name in AMD_SLOWDOWNS.items() if any(status >> bit & 1 for bit in bits)]
+    unknown = status & ~sum(1 << bit for bits in AMD_SLOWDOWNS for bit in bits)
+    reasons += [f"status_0x{unknown:x}"] if unknown else []
+    return {
+        "throttle": None if status == 2**64 - 1 else "+".join(reasons) or "none",
+        "energy_j": ticks * AMD_TICK_J if 0 < ticks < 2**64 - 1 else None,
     }
 
 
@@ -407,15 +456,23 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
         return None
 
     status = metrics.get("throttle_status")
-    # All bits set means that the device does not report the field.
-    readable = isinstance(status, int) and 0 <= status < 0xFFFFFFFF
     return {
         "clock_mhz": value("current_gfxclk", "average_gfxclk_frequency"),
         "memory_clock_mhz": value("current_uclk", "average_uclk_frequency"),
         "power_w": value("current_socket_power", "average_socket_power"),
         "temperature_c": value("temperature_hotspot", "temperature_edge"),
-        "throttle": (f"status_0x{status:x}" if status else "none") if readable else None,
+        "throttle": _amdsmi_throttle(status),
     }
+
+
+def _amdsmi_throttle(status: object) -> str | None:
+    """Return the slow-down reasons in amdsmi's status. Newer releases return a bool that says whether the device slowed down."""
+    # All bits set means that the device does not report the field.
+    if not isinstance(status, int) or not 0 <= status < 0xFFFFFFFF:
+        return None
+    if not status:
+        return "none"
+    return "unknown_reason" if isinstance(status, bool) else f"status_0x{status:x}"
 
 
 def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:

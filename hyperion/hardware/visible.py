@@ -26,6 +26,16 @@ def visible_devices(devices: Sequence[Device], environment: Mapping[str, str], r
     Raises:
         HyperionError: CUDA_VISIBLE_DEVICES selects a part of a GPU (MIG), or uses numbers whose meaning only CUDA knows.
     """
+    chosen = selected_devices(devices, environment, root)
+    if not any(device.kind == "rocm" for device in devices):
+        return chosen
+    # The devices are in the order of their PCI addresses, so the first die of a module precedes the second.
+    first_dies = [before for before, die in pairwise(devices) if die in chosen and gcd_position(die, root) == "second"]
+    return [device for device in devices if device in chosen or device in first_dies]
+
+
+def selected_devices(devices: Sequence[Device], environment: Mapping[str, str], root: Path = Path("/")) -> list[Device]:
+    """Return the devices that a command with these environment variables computes on. For arguments, see `visible_devices`."""
     kinds = {device.kind for device in devices}
     if "cuda" in kinds:
         return _visible_nvidia(devices, environment)
@@ -62,12 +72,8 @@ def _visible_amd(devices: Sequence[Device], environment: Mapping[str, str], root
         left = [(device, uuids[device.index]) for device in chosen]
     # HIP renumbers what ROCR made visible. It treats an empty variable as one that is not set.
     if mask := environment.get("HIP_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES"):
-        chosen = _selected(mask, dict(enumerate(left)))
-    else:
-        chosen = [device for device, _ in left]
-    # The devices are in the order of their PCI addresses, so the first die of a module precedes the second.
-    first_dies = [before for before, die in pairwise(devices) if die in chosen and gcd_position(die, root) == "second"]
-    return [device for device in devices if device in chosen or device in first_dies]
+        return _selected(mask, dict(enumerate(left)))
+    return [device for device, _ in left]
 
 
 def _entries(mask: str) -> list[str]:

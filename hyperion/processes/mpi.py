@@ -20,7 +20,10 @@ def why_no_mpi(
     missing = ["mpirun is not in PATH"] * (not find_program("mpirun")) + ["mpi4py is not installed"] * (not find_module("mpi4py"))
     if not missing:
         return ""
-    return f"unavailable: {' and '.join(missing)}; next step: apt install openmpi-bin, then pip install mpi4py"
+    step = "apt install openmpi-bin, then pip install mpi4py"
+    if not find_program("mpirun") and find_program("srun"):
+        step = "load a module of the cluster that has mpirun; ranks are not started with srun"
+    return f"unavailable: {' and '.join(missing)}; next step: {step}"
 
 
 def mpirun_settings(ranks: int) -> dict[str, str]:

@@ -145,7 +145,7 @@ def test_each_zero_stage_divides_only_its_share(stage, gpus, needed):
 
 
 def test_settings_of_rocm_are_applied_on_rocm_only_and_the_shell_has_precedence():
-    default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HSA_NO_SCRATCH_RECLAIM": "1", "HSA_ENABLE_SDMA": "1"}
+    default = {"HSA_NO_SCRATCH_RECLAIM": "1", "HSA_ENABLE_SDMA": "1"}
     assert planned().environment == default  # NCCL_DEBUG is off by default
     assert planned(environment={"HSA_ENABLE_SDMA": "0", "NCCL_DEBUG": "INFO"}).environment == default | {"HSA_ENABLE_SDMA": "0"}
     assert planned(asked="nvd", facts=machine("nvd", 8)).environment == {}

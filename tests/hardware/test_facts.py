@@ -76,6 +76,24 @@ def test_torch_properties_become_facts():
     assert (read.max_clock_mhz, read.memory_clock_mhz, read.memory_bus_bits) == (1980.0, 3201.0, 6016)
 
 
+@pytest.mark.parametrize(
+    ("name", "pci_id", "expected"),
+    [
+        ("AMD Radeon Graphics", "0x7408", "AMD Instinct MI250X"),
+        ("", "0x740c", "AMD Instinct MI250X / MI250"),
+        ("AMD Radeon Graphics", "0x15bf", "AMD Radeon Graphics"),
+        ("AMD Instinct MI210", "0x7408", "AMD Instinct MI210"),
+    ],
+)
+def test_a_gpu_whose_name_torch_does_not_know_has_that_of_its_pci_id(tmp_path, name, pci_id, expected):
+    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "device").write_text(f"{pci_id}\n")
+    place = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0}
+    properties = SimpleNamespace(name=name, total_memory=1, multi_processor_count=110, major=9, minor=0, **place)
+    assert _read_gpu(properties, tmp_path).name == expected
+
+
 def test_an_older_torch_leaves_nulls():
     properties = SimpleNamespace(name="GPU", total_memory=1, multi_processor_count=1, major=8, minor=0)
     read = _read_gpu(properties)

@@ -32,5 +32,19 @@ def test_of_the_two_dies_that_share_a_modules_power_only_one_works_at_a_time(nam
     assert [mask["HIP_VISIBLE_DEVICES"] for mask in masks] == shared_out.split(",")
 
 
+@pytest.mark.parametrize(
+    ("environment", "count", "shared_out"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "0,2"}, 2, "0,1"),  # HIP calls them 0 and 1, and they are in two modules
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, 2, "0"),
+        ({"ROCR_VISIBLE_DEVICES": "0,2,3", "HIP_VISIBLE_DEVICES": "1,2"}, 2, "1"),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, 3, "0,2"),
+    ],
+)
+def test_dies_that_rocr_left_are_counted_by_their_modules(environment, count, shared_out):
+    masks = one_at_a_time(detect(facts("MI250X")), count, environment)
+    assert [mask["HIP_VISIBLE_DEVICES"] for mask in masks] == shared_out.split(",")
+
+
 def test_a_cpu_has_nothing_to_share_out():
     assert one_at_a_time(detect(facts()), 0, {}) == []

@@ -1,4 +1,6 @@
 import dataclasses
+import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from hyperion.hardware.telemetry import (
     nvml_reader,
     nvml_throttle,
     read_amd_sysfs,
+    read_gpu_metrics,
 )
 from tests.hardware.machines import facts, gpu
 
@@ -72,9 +75,54 @@ def test_a_number_on_the_second_die_is_not_believed():
 
 def test_other_amd_gpus_report_for_themselves(tmp_path):
     amd_node(tmp_path, dict.fromkeys(ADDRESSES, 300_000_000))
-    assert gcd_position(detect(facts("MI210")), tmp_path) == "device"
-    assert gcd_position(detect(facts("MI300X")), tmp_path) == "device"
+    for machine in ("MI210", "MI300X"):
+        assert gcd_position(replace(detect(facts(machine)), pci_address="0000:ff:00.0"), tmp_path) == "device"
     assert gcd_position(die("0000:ff:00.0"), tmp_path) == "first"
+
+
+def test_the_position_of_a_die_does_not_depend_on_its_name(tmp_path):
+    amd_node(tmp_path, dict.fromkeys(ADDRESSES, 1))
+    unnamed = [replace(die(address), name="AMD Radeon Graphics", arch="unknown") for address in ADDRESSES]
+    assert [gcd_position(one, tmp_path) for one in unnamed] == ["first", "second"] * 2
+
+
+def gpu_metrics(ticks: int, status: int, version: int = 3) -> bytes:
+    """The table of the MI200 series, with fields in the order of struct gpu_metrics_v1_3."""
+    fields = [120, 1, version, *[0] * 9, 480, ticks, 0, *[0] * 14, 0, 0, 0, 0, 0, 0, 0, *[0] * 4, 0, *[0] * 4, status]
+    return struct.pack("<HBB" + "9H" + "H" + "QQ" + "14H" + "I" + "HHHH" + "II" + "4H" + "Q" + "4H" + "Q", *fields)
+
+
+@pytest.mark.parametrize(
+    ("status", "throttle"),
+    [
+        (0, "none"),
+        (1 << 0, "sw_power_cap"),
+        (1 << 3 | 1 << 16 | 1 << 36, "sw_power_cap+current_limit+hw_thermal"),
+        (1 << 47, "board_signal"),
+        (1 << 56, "status_0x100000000000000"),
+        (2**64 - 1, None),
+    ],
+)
+def test_the_drivers_table_has_the_slow_downs_and_the_energy_without_amdsmi(tmp_path, status, throttle):
+    amd_node(tmp_path, dict.fromkeys(ADDRESSES, 480_000_000))
+    folder = tmp_path / "sys/bus/pci/devices"
+    (folder / ADDRESSES[0] / "gpu_metrics").write_bytes(gpu_metrics(1 << 20, status))
+    (folder / ADDRESSES[1] / "gpu_metrics").write_bytes(gpu_metrics(1 << 20, status))
+    first, second = (amd_reader(die(address), tmp_path)() for address in ADDRESSES[:2])
+    assert first.throttle == second.throttle == throttle
+    assert first.energy_j == 16.0 and second.energy_j is None, "the energy is that of the module"
+
+
+def test_tables_of_other_gpus_and_damaged_tables_are_not_read(tmp_path):
+    amd_node(tmp_path, dict.fromkeys(ADDRESSES, 1))
+    folder = tmp_path / "sys/bus/pci/devices" / ADDRESSES[0]
+    for content in (gpu_metrics(1, 1, version=4), gpu_metrics(1, 1)[:100], b""):
+        (folder / "gpu_metrics").write_bytes(content)
+        assert read_gpu_metrics(ADDRESSES[0], tmp_path) == {}
+    (folder / "gpu_metrics").write_bytes(gpu_metrics(1, 1))
+    assert read_gpu_metrics(ADDRESSES[0], tmp_path)["throttle"] == "sw_power_cap"
+    (folder / "device").write_text("0x74a1\n")
+    assert read_gpu_metrics(ADDRESSES[0], tmp_path) == {}
 
 
 def test_sysfs_without_sensors_reads_nothing(tmp_path):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.commands.monitor import working_devices
 from hyperion.errors import HyperionError
 from hyperion.hardware.device import Device
 from hyperion.hardware.visible import visible_devices
@@ -110,3 +111,29 @@ def test_the_power_of_a_second_die_is_that_of_the_first_die_of_its_module(tmp_pa
     masks = ("0", "1", "3,0", "2")
     found = [indices(dies, {"HIP_VISIBLE_DEVICES": mask}, tmp_path) for mask in masks]
     assert found == [[0], [0, 1], [0, 2, 3], [2]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "trained", "watched", "working"),
+    [
+        ("0,2", 2, [0, 2], None),  # two first dies: two modules
+        ("1,3", 2, [0, 1, 2, 3], None),
+        ("0,2", 1, [0, 2], 1),
+        (None, 2, [0, 1, 2, 3], 2),
+    ],
+)
+def test_a_training_on_all_visible_dies_takes_the_power_of_all_their_modules(
+    tmp_path, monkeypatch, mask, trained, watched, working
+):
+    places = ["0000:11:00.0", "0000:12:00.0", "0000:21:00.0", "0000:22:00.0"]
+    for place in places:
+        folder = tmp_path / "sys/bus/pci/devices" / place
+        folder.mkdir(parents=True)
+        (folder / "device").write_text("0x740c\n")
+    dies = [amd(n, place, "AMD INSTINCT MI250X", "gfx90a") for n, place in enumerate(places)]
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    if mask:
+        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", mask)
+    readings, count = working_devices(dies, [[n] for n in range(4)], trained, tmp_path)
+    assert (readings, count) == ([[n] for n in watched], working)

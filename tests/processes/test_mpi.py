@@ -51,7 +51,8 @@ def test_the_rank_that_mpirun_names(log, codes):
     ("found", "reason"),
     [
         (("mpirun", "mpi4py"), ""),
-        (("mpi4py",), "unavailable: mpirun is not in PATH; next step: "),
+        (("mpi4py",), "unavailable: mpirun is not in PATH; next step: apt install"),
+        (("mpi4py", "srun"), "unavailable: mpirun is not in PATH; next step: load a module of the cluster"),
         (("mpirun",), "unavailable: mpi4py is not installed; next step: "),
         ((), "unavailable: mpirun is not in PATH and mpi4py is not installed; next step: "),
     ],

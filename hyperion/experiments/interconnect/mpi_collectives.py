@@ -4,12 +4,13 @@ mpirun starts the ranks, which call the buffer functions of mpi4py. As in the ex
 element of its output before and after the timing, and the time of a call is that of its slowest rank.
 """
 
+import contextlib
 import ctypes
 import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,8 @@ HOST, STAGED, AWARE = "host", "host-staged", "gpu-aware"
 # For each kind of GPU: functions of Open MPI and MPICH that return 1 if the library accepts buffers in the memory of such a GPU.
 _QUERIES = {"cuda": ("MPIX_Query_cuda_support",), "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")}
 # Environment variables that enable GPU buffers in Cray MPICH, MPICH, MVAPICH and Intel MPI.
-_ENABLING = ("MPICH_GPU_SUPPORT_ENABLED", "MPIR_CVAR_ENABLE_GPU", "MV2_USE_CUDA", "MV2_USE_ROCM", "I_MPI_OFFLOAD")
+_CRAY = "MPICH_GPU_SUPPORT_ENABLED"
+_ENABLING = (_CRAY, "MPIR_CVAR_ENABLE_GPU", "MV2_USE_CUDA", "MV2_USE_ROCM", "I_MPI_OFFLOAD")
 _LIMITS = {
     HOST: "no limit: MPI's ranks share a host, and their messages are copies in memory",
     STAGED: "no limit: the bytes pass the link between device and host, whose rate no data sheet states",
@@ -128,12 +130,35 @@ def _run_ranks(context: Context, report: Report, path: str, ranks: int) -> Resul
         report(done, total, note)
 
     # Computed here, because Open MPI binds each rank to one core, so a rank cannot count the cores of the machine.
-    params = {"path": path, "oversubscribed": ranks > read_cpu().cores}
+    params = {"path": path, "oversubscribed": ranks > read_cpu().cores, "enabled": _enabled(os.environ)}
     try:
-        return run_on_ranks(context, progress, measure_on_rank, params, ranks=ranks, mpirun=not_none(shutil.which("mpirun")))[0]
+        with contextlib.nullcontext() if path == AWARE else _without_gpu_buffers():
+            return run_on_ranks(context, progress, measure_on_rank, params, ranks=ranks, mpirun=not_none(shutil.which("mpirun")))[
+                0
+            ]
     except RankError as error:
         error.where = f"{operation}; {error.where}"
         raise
+
+
+@contextlib.contextmanager
+def _without_gpu_buffers() -> Iterator[None]:
+    """Start ranks without support for buffers on GPUs.
+
+    Cray MPICH ends in MPI_Init if this variable asks for GPU support and mpi4py was not linked with its library for GPUs.
+    """
+    before = os.environ.get(_CRAY)
+    if before is not None:
+        os.environ[_CRAY] = "0"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_CRAY] = before
+
+
+def _enabled(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in _ENABLING if environment.get(name, "0") != "0"}
 
 
 def _run_aware(context: Context, report: Report, ranks: int, stated: str) -> Result:
@@ -152,12 +177,15 @@ def _run_aware(context: Context, report: Report, ranks: int, stated: str) -> Res
         return _absent(context, reason, ranks=ranks, path=AWARE)
 
 
-def measure_on_rank(context: Context, report: Report, path: str, oversubscribed: bool) -> Result:
-    """Take part in all measurements of one path as one rank. Only rank 0 returns rows."""
+def measure_on_rank(context: Context, report: Report, path: str, oversubscribed: bool, enabled: dict[str, str]) -> Result:
+    """Take part in all measurements of one path as one rank. Only rank 0 returns rows.
+
+    `enabled` contains the variables that enable GPU buffers in the environment of the experiment.
+    """
     options, here, rows, frames = MpiCollectivesOptions.of(context), world(), [], []
     params = {"backend": library_of(here), "path": path, "oversubscribed": oversubscribed}
     if path != HOST:
-        params["device_buffers"] = stated_support(here.device.kind, os.environ, _call_library)
+        params["device_buffers"] = stated_support(here.device.kind, enabled, _call_library)
     calls = list(itertools.product(MPI_COLLECTIVES, options.bytes))
     with roll_call(options.hang_timeout_s) as roll:
         for done, (collective, size) in enumerate(calls):
@@ -198,7 +226,7 @@ def stated_support(kind: str, environment: Mapping[str, str], query: Callable[[s
     takes the name of a function, calls it without arguments, and returns its result, or 0 if the library has no such function.
     """
     found = [f"{name}() = 1" for name in _QUERIES[kind] if query(name)]
-    found += [f"{name}={environment[name]}" for name in _ENABLING if environment.get(name, "0") != "0"]
+    found += [f"{name}={value}" for name, value in _enabled(environment).items()]
     return ", ".join(found)
 
 

@@ -260,6 +260,8 @@ def blas_backend(device: Device, number_format: NumberFormat) -> str:
         # torch._scaled_mm (with one scale per matrix) and torch._int_mm use only this library. TunableOp does not tune int8.
         library = {"cuda": "cuBLASLt", "rocm": "hipBLASLt"}[device.kind]
         return library + (tunable if number_format.storage.is_floating_point else "")
+    if device.kind == "rocm" and number_format.name == "fp64":
+        return f"rocBLAS{tunable}"  # PyTorch never calls hipBLASLt for float64
     preferred = str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower()
     names = {"cuda": {"cublas": "cuBLAS", "cublaslt": "cuBLASLt"}, "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"}}
     name = names[device.kind].get(preferred, f"{preferred} choice of PyTorch")

@@ -59,7 +59,7 @@ _SLEW = 5e-4
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 _ATTENTION_KERNEL = re.compile(
     # FlashAttention, cuDNN, CUTLASS, CK and AOTriton; flex attention is a template of Inductor.
-    r"flash|fmha|sdpa|attn_(fwd|bwd)|attention|bwd_kernel_d[kq]|bwd_preprocess",
+    r"flash|fmha|sdpa|attn_(fwd|bwd)|attention|bwd_kernel_(d[kq]|fuse)|bwd_preprocess",
     re.IGNORECASE,
 )
 _ATTENTION_OPERATOR = re.compile(r"(scaled_dot_product|flash|efficient|cudnn|flex)\w*_attention|ScaledDotProduct\w*Backward")

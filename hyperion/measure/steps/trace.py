@@ -140,13 +140,13 @@ _REGIONS = {"hyperion: data": DATA, "hyperion: step": GAPS}
 _WINDOW, _WINDOWS = "hyperion: window", 3
 
 _COLLECTIVE = re.compile(
-    r"nccl|rccl|nvshmem|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem", re.IGNORECASE
+    r"nccl|rccl|msccl|nvshmem|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem", re.IGNORECASE
 )
 # Matches the kernels of cuBLAS (gemm, xmma, nvjet, splitK), CUTLASS, CK and Tensile (Cijk_), the convolutions of MIOpen and
 # cuDNN, attention kernels, and the template kernels of Inductor, which are matrix products, convolutions and attention.
 _PRODUCT = re.compile(
     r"gemm|gemv|xmma|nvjet|splitk|cutlass|cijk_|wgmma|wmma|mfma|winograd|igemm|dgrad|wgrad|fprop|conv(?!ert)|triton_tem|triton_mm"
-    r"|flash|fmha|attn_fwd|attn_bwd|attention",
+    r"|flash|fmha|attn_fwd|attn_bwd|attention|bwd_kernel_(d[kq]|fuse)|bwd_preprocess",
     re.IGNORECASE,
 )
 # The name of a fused Inductor kernel can contain the name of a neighbouring matrix product or convolution that another kernel

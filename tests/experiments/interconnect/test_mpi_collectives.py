@@ -242,6 +242,27 @@ def test_stated_support_that_fails_is_a_refused_row_with_the_rank_and_the_operat
     )
 
 
+def test_only_ranks_that_use_device_memory_start_with_the_support_of_cray_mpich(two_gpus, monkeypatch):
+    seen, run_on_ranks = [], mpi_collectives._run_ranks
+    monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
+
+    def spy(context, report, path, ranks):
+        measure = mpi_collectives.run_on_ranks
+
+        def noting(context, report, function, params, **rest):
+            seen.append((path, os.environ["MPICH_GPU_SUPPORT_ENABLED"], params["enabled"]))
+            return measure(context, report, function, params, **rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mpi_collectives, "run_on_ranks", noting)
+            return run_on_ranks(context, report, path, ranks)
+
+    monkeypatch.setattr(mpi_collectives, "_run_ranks", spy)
+    two_gpus("MPICH_GPU_SUPPORT_ENABLED=1")
+    enabled = {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+    assert seen == [(STAGED, "0", enabled), (AWARE, "1", enabled)] and os.environ["MPICH_GPU_SUPPORT_ENABLED"] == "1"
+
+
 @pytest.mark.parametrize(
     ("kind", "variables", "functions", "stated"),
     [

@@ -47,6 +47,7 @@ FOREACH = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
         ("void ck_tile::kentry<FmhaFwdKernel>", ATTENTION),
         ("attn_fwd", ATTENTION),
         ("bwd_kernel_dk_dv", ATTENTION),
+        ("bwd_kernel_fuse", ATTENTION),
         ("bwd_preprocess", ATTENTION),
         ("triton_tem_fused_flex_attention_0", ATTENTION),
         (FOREACH + "at::native::FusedAdamMathFunctor<float, 4, at::native::ADAM_MODE::ADAMW>>", OPTIMIZER),
