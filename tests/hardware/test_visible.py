@@ -101,13 +101,18 @@ def test_rocm_numbers_in_the_order_of_the_driver_and_hip_renumbers_what_rocr_lef
     assert indices([amd(n, place) for n, place in enumerate(places)], environment, tmp_path) == expected
 
 
-def test_the_power_of_a_second_die_is_that_of_the_first_die_of_its_module(tmp_path):
+def four_dies(root: Path) -> list[Device]:
+    """The dies of two MI250X modules, which the driver lists under `root`."""
     places = ["0000:11:00.0", "0000:12:00.0", "0000:21:00.0", "0000:22:00.0"]
     for place in places:
-        folder = tmp_path / "sys/bus/pci/devices" / place
+        folder = root / "sys/bus/pci/devices" / place
         folder.mkdir(parents=True)
         (folder / "device").write_text("0x740c\n")
-    dies = [amd(n, place, "AMD INSTINCT MI250X", "gfx90a") for n, place in enumerate(places)]
+    return [amd(n, place, "AMD INSTINCT MI250X", "gfx90a") for n, place in enumerate(places)]
+
+
+def test_the_power_of_a_second_die_is_that_of_the_first_die_of_its_module(tmp_path):
+    dies = four_dies(tmp_path)
     masks = ("0", "1", "3,0", "2")
     found = [indices(dies, {"HIP_VISIBLE_DEVICES": mask}, tmp_path) for mask in masks]
     assert found == [[0], [0, 1], [0, 2, 3], [2]]
@@ -125,12 +130,7 @@ def test_the_power_of_a_second_die_is_that_of_the_first_die_of_its_module(tmp_pa
 def test_a_training_on_all_visible_dies_takes_the_power_of_all_their_modules(
     tmp_path, monkeypatch, mask, trained, watched, working
 ):
-    places = ["0000:11:00.0", "0000:12:00.0", "0000:21:00.0", "0000:22:00.0"]
-    for place in places:
-        folder = tmp_path / "sys/bus/pci/devices" / place
-        folder.mkdir(parents=True)
-        (folder / "device").write_text("0x740c\n")
-    dies = [amd(n, place, "AMD INSTINCT MI250X", "gfx90a") for n, place in enumerate(places)]
+    dies = four_dies(tmp_path)
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     if mask:
