@@ -131,11 +131,10 @@ def _run_ranks(context: Context, report: Report, path: str, ranks: int) -> Resul
 
     # Computed here, because Open MPI binds each rank to one core, so a rank cannot count the cores of the machine.
     params = {"path": path, "oversubscribed": ranks > read_cpu().cores, "enabled": _enabled(os.environ)}
+    mpirun = not_none(shutil.which("mpirun"))
     try:
         with contextlib.nullcontext() if path == AWARE else _without_gpu_buffers():
-            return run_on_ranks(context, progress, measure_on_rank, params, ranks=ranks, mpirun=not_none(shutil.which("mpirun")))[
-                0
-            ]
+            return run_on_ranks(context, progress, measure_on_rank, params, ranks=ranks, mpirun=mpirun)[0]
     except RankError as error:
         error.where = f"{operation}; {error.where}"
         raise

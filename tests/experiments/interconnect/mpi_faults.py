@@ -20,7 +20,7 @@ def measure_with_fault(context: Context, report, fault: str, folder: str) -> Res
     sound = next(one for one in mpi_collectives.MPI_COLLECTIVES if one.name == name)
     # No other collective is measured, since ranks of MPI that wait keep a core busy, which is slow beside other tests.
     mpi_collectives.MPI_COLLECTIVES[:] = [replace(sound, call=_faulty(sound.call, before, after))]
-    return mpi_collectives.measure_on_rank(context, report, mpi_collectives.HOST, False)
+    return mpi_collectives.measure_on_rank(context, report, mpi_collectives.HOST, False, {})
 
 
 def _faulty(sound: Callable, before: Callable, after: Callable) -> Callable:
