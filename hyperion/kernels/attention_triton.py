@@ -81,7 +81,7 @@ CDNA = {
 }
 # These tiles fit into the 100 KiB of shared memory of small NVIDIA GPUs. They were not timed.
 SMALL = {
-    64: Tiles(Tile(128, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)).without_descriptors(),
+    64: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)).without_descriptors(),
     128: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)).without_descriptors(),
 }
 HEAD_DIMS = tuple(HOPPER)

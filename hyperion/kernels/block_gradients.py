@@ -1,8 +1,8 @@
 """Operations of a Transformer block whose backward passes read each gradient only once.
 
 The gradient of the bias of a layer is the sum of the gradient of the layer's output over all tokens (the rows of a matrix). Code
-from torch.compile reads the gradient of the output a second time to compute this sum, because its kernels do not reduce along
-rows and along columns at the same time. For the large tensors in the MLP and before attention, the second read takes about one
+from torch.compile reads the gradient of the output a second time to compute this sum, because it does not join this sum with the
+kernel that writes the gradient. For the large tensors in the MLP and before attention, the second read takes about one
 percent of a training step. In this module, the Triton kernel that writes a gradient also sums the columns of this gradient:
 
 - The GELU projection, and the joint projection to query, key and value: the kernel sums the gradient of the bias.
@@ -38,8 +38,8 @@ def applies_to(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
 def gelu(x: Tensor) -> Tensor:
     """Return GELU in the tanh form, as in GPT-2.
 
-    Compiled code computes the equivalent x · sigmoid(2 √(2/π) (x + 0.044715 x³)), because (1 + tanh z) / 2 = sigmoid(2 z). GPUs
-    have a hardware unit for the exponential function, which the sigmoid uses, but not for tanh.
+    Compiled code computes the equivalent x · sigmoid(2 √(2/π) (x + 0.044715 x³)), because (1 + tanh z) / 2 = sigmoid(2 z). The
+    sigmoid needs the exponential function, for which GPUs have a hardware unit.
     """
     if torch.compiler.is_compiling():
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))

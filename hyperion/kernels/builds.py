@@ -81,7 +81,7 @@ class Resources:
             local memory of a thread. Spilled registers are stored there, so a kernel with 0 bytes does not spill.
         shared_bytes: shared memory of a program in bytes.
         occupancy: number of warps that can be resident at the same time, on each of the four vector units of a compute unit (AMD)
-            or on each multiprocessor (NVIDIA).
+            or on each multiprocessor (NVIDIA). Only whole programs can be resident.
         matrix_instructions: number of matrix instructions in the code.
         matrix_name: name of the most frequent matrix instruction, or "".
     """
@@ -89,7 +89,7 @@ class Resources:
     registers: int
     spills: int
     shared_bytes: int
-    occupancy: int
+    occupancy: float
     matrix_instructions: int
     matrix_name: str
 
@@ -143,7 +143,7 @@ def _amd(compiled: Any, build: Build, architecture: Architecture) -> Resources:
         registers=number(r"\.vgpr_count:\s+(\d+)"),
         spills=number(r"\.vgpr_spill_count:\s+(\d+)") + number(r"\.sgpr_spill_count:\s+(\d+)"),
         shared_bytes=compiled.metadata.shared,
-        occupancy=number(r"; Occupancy: (\d+)"),
+        occupancy=_resident_waves(number(r"; Occupancy: (\d+)"), compiled.metadata.shared, build.warps, architecture),
         matrix_instructions=_matrix(text, architecture)[0],
         matrix_name=_matrix(text, architecture)[1],
     )
@@ -163,15 +163,32 @@ def _nvidia(compiled: Any, build: Build, architecture: Architecture) -> Resource
     return Resources(registers, stack + local, shared, _resident_warps(registers, shared, build.warps), count, name)
 
 
+def _resident_waves(by_registers: int, shared: int, warps: int, architecture: Architecture) -> float:
+    """Return how many warps of a kernel can be resident on each of the four vector units of a compute unit of CDNA 2 or 3.
+
+    Args:
+        by_registers: number of warps for which a vector unit has registers, as the compiler states it. The compiler does not
+            count the LDS, because Triton allocates it at the launch.
+        shared: LDS of a program in bytes.
+        warps: number of warps of a program, which are distributed evenly over the vector units.
+        architecture: the architecture; a compute unit has as much LDS as a program may use.
+    """
+    programs = 4 * by_registers // warps
+    if shared:
+        programs = min(programs, architecture.shared_bytes // shared)
+    return programs * warps / 4
+
+
 def _resident_warps(registers: int, shared: int, warps: int) -> int:
     """Return how many warps of a kernel can be resident on a multiprocessor of compute capability 9.0.
 
-    A multiprocessor has 65,536 registers and 228 KiB of shared memory. Registers are allocated to warps in units of 256. The
-    system reserves 1 KiB of shared memory per program. At most 64 warps and 32 programs can be resident.
+    A multiprocessor has four partitions with 16,384 registers each, and 228 KiB of shared memory. Registers are allocated to
+    warps in units of 256. The system reserves 1 KiB of shared memory per program. At most 64 warps and 32 programs can be
+    resident.
 
     Source: CUDA C++ Programming Guide, technical specifications per compute capability.
     """
     # Round up to the allocation unit.
     of_warp = -(-registers * 32 // 256) * 256
-    programs = min(65536 // (of_warp * warps), (228 << 10) // (shared + 1024), 64 // warps, 32)
+    programs = min(4 * (16384 // of_warp) // warps, (228 << 10) // (shared + 1024), 64 // warps, 32)
     return programs * warps

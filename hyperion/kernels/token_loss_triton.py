@@ -41,7 +41,8 @@ def nll_and_slope(
     inside = (target >= 0) & (target < classes)
     # A kernel cannot raise an error, so an invalid class gives a loss of NaN.
     of_target = tl.load(start + target, mask=inside, other=float("nan")).to(tl.float32)
-    largest = float("-inf")
+    # Finite, so that a whole block of logits of minus infinity adds 0, and not NaN, to the sum.
+    largest = -3.0e38
     # A vector of sums, one for each place in a block. The reduction over the block happens once after the loop.
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, classes, BLOCK, num_stages=STAGES):

@@ -420,3 +420,17 @@ def test_products_and_row_kernels_on_a_gpu(shape, dtype):
     for one, other in zip(leaves, doubles, strict=True):
         if K > 1:  # the layer norm of one element is the bias
             assert error_of_rows(one.grad, other.grad, tolerance) < tolerance
+
+
+@needs_triton
+def test_whole_programs_are_resident_as_far_as_registers_and_shared_memory_allow():
+    from hyperion.kernels.builds import ARCHITECTURES, _resident_warps, _resident_waves
+
+    cdna = ARCHITECTURES["gfx90a"]
+    assert _resident_waves(7, 0, 16, cdna) == 4  # 28 warps have registers: one program of 16
+    assert _resident_waves(3, 0, 8, cdna) == 2
+    assert _resident_waves(8, 32 << 10, 4, cdna) == 2  # LDS for two programs
+    assert _resident_waves(8, 40 << 10, 2, cdna) == 0.5
+    # 48 registers for 32 threads are 1,536: ten warps in each of four partitions, and not 42 in 65,536 registers.
+    assert _resident_warps(48, 0, 2) == 40 and _resident_warps(48, 0, 4) == 40
+    assert _resident_warps(32, 100 << 10, 4) == 8

@@ -21,6 +21,7 @@ from hyperion.kernels.token_loss_triton import nll_and_slope
 torch.manual_seed(0)
 M, V, P, BLOCK = 6, 300, 320, 64
 logits = torch.randn(M, P) * 20; logits[3, V - 1] = 90; logits[:, V:] = 1e4
+logits[1, :BLOCK] = float("-inf")  # a whole block, the first one
 targets = torch.tensor([0, 299, 5, 299, -100, 300])
 double, untouched = logits[:5, :V].double().requires_grad_(), logits.clone()
 exact = torch.nn.functional.cross_entropy(double, targets[:5], ignore_index=-100, reduction="none")

@@ -4,6 +4,7 @@ All implementations get the same tensors and are timed in turn. The outputs and 
 float64, and the profiler confirms which implementation ran in each pass.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -193,19 +194,27 @@ def _rate_row(context: Context, name: str, timing: Timing, check: Verification, 
     return timed_row(context, name, METRIC, rate, timing, check, limit, dtype=dtype, params=params)
 
 
-def _verification(outputs: Outputs, exact: dict[int, ExactAttention], dtype: str, which: str) -> Verification:
-    """Compare the output or the gradients of one timed call with float64, for the heads in `exact`."""
-    tolerance, errors = attention_tolerance(FORMATS[dtype].storage, which == "backward"), []
-    for head, one in exact.items():
+def _verification(outputs: Outputs, exact: dict[tuple[int, int], ExactAttention], dtype: str, which: str) -> Verification:
+    """Compare the output or the gradients of one timed call with float64, for the sequences and heads in `exact`.
+
+    All elements must be finite. The outputs were filled with NaN before the call, so that an element that it does not write is
+    found.
+    """
+    name = "float64, first and last head of keys; all finite"
+    tolerance = attention_tolerance(FORMATS[dtype].storage, which == "backward")
+    if not all(bool(output.isfinite().all()) for output in outputs):
+        return Verification(name, math.nan, tolerance)
+    errors = []
+    for (sequence, head), one in exact.items():
         # Grouped-query attention: `group` consecutive query heads share one key-value head.
         group = len(one.output)
         queries = slice(head * group, (head + 1) * group)
         if which == "forward":
-            errors.append(one.output_error(outputs[0][0, queries], tolerance))
+            errors.append(one.output_error(outputs[0][sequence, queries], tolerance))
         else:
-            of_q, of_k, of_v = (gradient[0] for gradient in outputs)
+            of_q, of_k, of_v = (gradient[sequence] for gradient in outputs)
             errors.append(one.gradient_error(of_q[queries], of_k[head], of_v[head], tolerance))
-    return Verification("float64, first and last head of keys", largest_error(errors), tolerance)
+    return Verification(name, largest_error(errors), tolerance)
 
 
 def _speedups(
@@ -247,12 +256,17 @@ def _contender(context: Context, name: str, tensors: tuple[Tensor, ...], causal:
     return _Contender(calls, {which: what_ran(call, context.device) for which, call in calls.items()})
 
 
-def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[int, ExactAttention]:
-    """Return the float64 results for the first and the last key-value head of the first sequence."""
-    q, k, v, grad = (tensor[0] for tensor in tensors)
-    group = len(q) // len(k)
-    return {
-        head: exact_attention(q[head * group :][:group], k[head], v[head], grad[head * group :][:group], causal)
-        # Two heads of one sequence limit the cost of the float64 reference.
-        for head in {0, len(k) - 1}
-    }
+def _exact(tensors: tuple[Tensor, ...], causal: bool) -> dict[tuple[int, int], ExactAttention]:
+    """Return the float64 results for the first head of the first sequence and the last head of the last one.
+
+    The keys are (sequence, key-value head).
+    """
+    sequences, heads = tensors[1].shape[:2]
+    group = tensors[0].shape[1] // heads
+    results = {}
+    # Two heads limit the cost of the float64 reference.
+    for sequence, head in {(0, 0), (sequences - 1, heads - 1)}:
+        q, k, v, grad = (tensor[sequence] for tensor in tensors)
+        own = slice(head * group, (head + 1) * group)
+        results[sequence, head] = exact_attention(q[own], k[head], v[head], grad[own], causal)
+    return results

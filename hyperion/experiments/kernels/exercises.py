@@ -36,6 +36,7 @@ def judge_softmax(my_softmax: Callable[[Tensor], Tensor]) -> pd.DataFrame:
         "numbers around -1000": small - 1000,
         "one number far above the others": torch.where(torch.arange(50) == 7, 300.0, small),
         "masked numbers, minus infinity": masked,
+        "rows of different size": small + torch.tensor([[0.0], [1000.0], [-1000.0]]),
     }
     lines = []
     for name, x in inputs.items():
@@ -49,6 +50,9 @@ class ToyPointer:
 
     Args:
         matrix: the matrix, stored in row-major order.
+
+    Attributes:
+        read_outside: True if elements around the matrix were read. On a GPU, such a read may be illegal.
     """
 
     def __init__(self, matrix: Tensor):
@@ -56,10 +60,13 @@ class ToyPointer:
         self._memory = torch.full((3 * size + 64,), _LEFT_OVER, dtype=torch.float64)
         self._first, self._size = size, size
         self._memory[size : 2 * size] = matrix.double().flatten()
+        self.read_outside = False
 
     def load(self, offsets: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the values at these offsets. Where the mask is False, nothing is read, and the result is 0."""
         offsets, inside = self._places(offsets, mask)
+        outside = (offsets < self._first) | (offsets >= self._first + self._size)
+        self.read_outside |= bool((inside & outside).any())
         return torch.where(inside, self._memory[torch.where(inside, offsets, 0)], 0.0)
 
     def store(self, offsets: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
@@ -103,7 +110,8 @@ def judge_product(my_block: Block) -> pd.DataFrame:
             C[m, n]. The function writes the block of C that starts at `row` and `column`, with at most `size` rows and columns.
 
     Returns:
-        A table with one line for each shape: whether C is correct and the memory around C unchanged, and what was observed.
+        A table with one line for each shape: whether C is correct, the memory around C unchanged and none around A and B read,
+        and what was observed.
     """
     torch.manual_seed(0)
     size, lines = 8, []
@@ -116,9 +124,10 @@ def judge_product(my_block: Block) -> pd.DataFrame:
                     my_block(a, b, c, m, n, k, row, column, size)
             equal = bool(torch.allclose(c.matrix, exact_a @ exact_b, atol=1e-12))
             seen = f"product {'right' if equal else 'wrong'}, memory around C {'intact' if c.intact_outside else 'overwritten'}"
+            seen += ", read outside of A or B" if a.read_outside or b.read_outside else ""
         except HyperionError as error:
             equal, seen = False, error.what
-        right = equal and c.intact_outside
+        right = equal and c.intact_outside and not a.read_outside and not b.read_outside
         lines.append({"shape": f"{m} x {n} x {k}, blocks of {size}", "right": right, "seen": seen})
     return pd.DataFrame(lines)
 

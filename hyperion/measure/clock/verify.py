@@ -14,7 +14,7 @@ from hyperion.hardware import Device, fp8_format
 _CHUNK = 1 << 22
 # A matrix product with at most this many multiplications is checked completely, which is fast on any host.
 _PRODUCTS_OF_A_CHECK = 1 << 28
-# The tolerance of a single element is this factor times the tolerance of the product, which is two to three times the expected
+# The tolerance of a single element is this factor times the tolerance of the product, which is three to five times the expected
 # Frobenius error. Among a million elements, the worst one has about five times the expected error.
 _DEVIATIONS = 4
 # Minimum number of checked rows, and of checked columns, of a matrix product.
@@ -32,12 +32,11 @@ class NumberFormat:
         gemm_tolerance: largest allowed relative Frobenius error of a matrix product against float64.
 
             - fp64, fp32: about sqrt(K) unit roundoffs at K = 8192. Libraries sum in blocks, so their error is much smaller.
-            - fp16, bf16: two to three times the error of rounding the output. The reference uses the same rounded operands, and
+            - fp16, bf16: three to five times the error of rounding the output. The reference uses the same rounded operands, and
               sums are accumulated in float32.
-            - tf32: two to three times the error of rounding the operands to 11 significant bits (a 10-bit mantissa).
-            - fp8: two to three times the error of rounding the output to bf16. The reference uses the same fp8 operands. Hopper
-              sums 128 terms with 14 bits and adds these sums in float32, which increases the error by a tenth. If all terms are
-              summed with 14 bits (`use_fast_accum`), the error exceeds the tolerance at K = 8192.
+            - tf32: three to five times the error of rounding the operands to 11 significant bits (a 10-bit mantissa).
+            - fp8: three to five times the error of rounding the output to bf16. The reference uses the same fp8 operands.
+              If all terms are summed with 14 bits (`use_fast_accum`), the error exceeds the tolerance at K = 8192.
             - int8: 0, because sums are exact in int32 up to K = 133,000.
     """
 

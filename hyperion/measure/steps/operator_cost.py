@@ -361,8 +361,8 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
     factor, basis = 1.0, "a copy's time on the device = the host's time to launch a kernel eagerly"
     if not cost.asynchronous:
         factor, basis = 2.0, "a copy's whole call = twice the call of an operator with nothing to do"
-    elif not all(point.captured for point in copies):
-        uncaptured = next(point for point in copies if not point.captured)
+    elif not all(point.captured or point.long for point in copies):  # a long call hides its launch
+        uncaptured = next(point for point in copies if not point.captured and not point.long)
         return WorthwhileSize(None, f"the copies' times hold their launches: {uncaptured.how}", basis)
     target = factor * cost.eager.estimate.value
     times = [point.timing.estimate.value for point in copies]

@@ -14,8 +14,13 @@ def test_a_softmax_must_subtract_the_maximum():
     def mean_subtracted(x):
         return given(x - x.mean(1, keepdim=True))
 
-    assert list(judge_softmax(given)["right"]) == [True, False, False, False, True]
-    assert list(judge_softmax(mean_subtracted)["right"]) == [True, True, True, False, False]
+    def one_maximum(x):
+        powers = torch.exp(x - x.max())
+        return powers / powers.sum(1, keepdim=True)
+
+    assert list(judge_softmax(given)["right"]) == [True, False, False, False, True, False]
+    assert list(judge_softmax(mean_subtracted)["right"]) == [True, True, True, False, False, True]
+    assert list(judge_softmax(one_maximum)["right"]) == [True, True, True, True, True, False]
     assert solved(judge_softmax(lambda x: given(x - x.amax(1, keepdim=True))))
 
 
@@ -36,6 +41,8 @@ def test_a_product_needs_its_edge_masks():
     assert list(judge_product(block(""))["right"]) == [True, False, False, False]
     assert not solved(judge_product(block("ab")))
     assert "overwritten" in " ".join(judge_product(block("ab"))["seen"])
+    assert list(judge_product(block("c"))["right"]) == [True, False, False, False]
+    assert "read outside" in " ".join(judge_product(block("c"))["seen"])
     assert solved(judge_product(block("abc")))
 
 

@@ -1,5 +1,6 @@
 """The experiments of the chapter on kernels at toy sizes: rows with checks, reasons where nothing ran, planted faults."""
 
+import math
 import types
 
 import numpy as np
@@ -150,6 +151,29 @@ def test_planted_faults_of_attention_are_refused(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(attention_speed, "attend", faulty)
     with pytest.raises(RowError, match="failed its check"):
         perform(toy_context("attention_speed", SPEED, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("place", [None, (0, 1), (1, 0), (1, 3)])
+def test_nan_anywhere_in_an_output_fails_its_check(which, place):
+    torch.manual_seed(0)
+    tensors = tuple(torch.randn(2, 4, 8, 64) for _ in range(4))
+    q, k, v, grad = (tensor.clone().requires_grad_() for tensor in tensors)
+    output = attend("math", q, k, v, True)
+    outputs = (output.detach(),) if which == "forward" else torch.autograd.grad(output, (q, k, v), grad)
+    if place is not None:
+        outputs[-1][place] = math.nan
+    check = attention_speed._verification(outputs, attention_speed._exact(tensors, True), "fp32", which)
+    assert (check.error <= check.tolerance) == (place is None)
+
+
+def test_the_last_head_of_the_last_sequence_is_compared():
+    torch.manual_seed(0)
+    tensors = tuple(torch.randn(3, 4, 8, 64) for _ in range(4))
+    output = attend("math", *tensors[:3], True)
+    output[2, 3] *= 1.01
+    check = attention_speed._verification((output,), attention_speed._exact(tensors, True), "fp32", "forward")
+    assert check.error > check.tolerance
 
 
 def wrong_from_call(number, function, change):

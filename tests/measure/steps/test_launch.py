@@ -110,6 +110,13 @@ def test_outside_of_the_measured_sizes_there_is_a_reason_and_no_number(cost, poi
     assert found.bytes is None and reason in found.reason
 
 
+def test_long_copies_are_not_captured_and_hide_their_launches(cost, point):
+    launched = dataclasses.replace(cost, asynchronous=True, eager=planted(cost.eager, 4e-6))
+    measured = copies(point, [size / 1e12 + 1e-6 for size in SIZES])
+    measured[-1] = dataclasses.replace(measured[-1], captured=False, long=True)
+    assert worthwhile_size(launched, measured).bytes.value == pytest.approx(3e6, rel=0.1)
+
+
 def test_copies_whose_times_hold_launches_are_refused(cost, point):
     launched = dataclasses.replace(cost, asynchronous=True)
     assert "hold their launches" in worthwhile_size(launched, [point, point]).reason
