@@ -3,9 +3,10 @@
 The decoder uses the layers of transformers' Llama. These layers may be quantised. The decoder replaces their attention and their
 cache. Its attention processes one new token, whose query reads the cache. Its cache consists of tensors of fixed length. A step
 writes to the position that another tensor contains. Therefore a step can be captured as a graph and replayed, and all blocks
-share one compiled function.
+share the compiled functions.
 
-Shape suffixes: D width, K key-value heads, G query heads per key-value head, S positions of the cache, H width of a head.
+Shape suffixes: D width, F width of the feed-forward part, K key-value heads, G query heads per key-value head, S positions of the
+cache, H width of a head.
 """
 
 import math
@@ -47,14 +48,19 @@ class DecodeBlock(nn.Module):
         self.register_buffer("keys_KSH", like.new_zeros(shape))
         self.register_buffer("values_KSH", like.new_zeros(shape))
 
-    def forward(self, x_1D: Tensor, cosine_1H: Tensor, sine_1H: Tensor, position_1: Tensor, hidden_S: Tensor) -> Tensor:
-        """Return the output of the layer for the token at `position_1`, and write its keys and values to the cache.
+    def attend(
+        self, x_1D: Tensor, cosine_1H: Tensor, sine_1H: Tensor, position_1: Tensor, hidden_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Process the token at `position_1` up to the last projection, and write its keys and values to the cache.
 
         Args:
             x_1D: output of the previous layer.
             cosine_1H, sine_1H: rotary embedding of this position.
             position_1: position of the token.
             hidden_S: True for the positions after it, which are masked.
+
+        Returns:
+            (sum of the input and the attention, gated values of the feed-forward part of shape [1, F]).
         """
         h_1D = self.norm1(x_1D)
         q_KGH = _rotated(self.q(h_1D).view(self.key_heads, self.groups, -1), cosine_1H, sine_1H)
@@ -68,7 +74,16 @@ class DecodeBlock(nn.Module):
         mixed_KGH = (weights_KGS[..., None] * self.values_KSH[:, None].float()).sum(-2)
         x_1D = x_1D + self.o(mixed_KGH.to(x_1D.dtype).view(1, -1))
         h_1D = self.norm2(x_1D)
-        return x_1D + self.down(nn.functional.silu(self.gate(h_1D)) * self.up(h_1D))
+        return x_1D, nn.functional.silu(self.gate(h_1D)) * self.up(h_1D)
+
+    def project(self, x_1D: Tensor, gated_1F: Tensor) -> Tensor:
+        """Return the output of the layer from the two results of `attend`.
+
+        This is a separate function because a compiler fuses the operations that produce the input of a product into the product.
+        Here, it would compute the gated values again for each of the D outputs. At the end of `attend`, it computes them once, in
+        the kernel of the products with `gate` and `up`.
+        """
+        return x_1D + self.down(gated_1F)
 
 
 def _rotated(x: Tensor, cosine_1H: Tensor, sine_1H: Tensor) -> Tensor:
@@ -112,13 +127,13 @@ class StaticDecoder:
             DecodeBlock(layer, config.num_attention_heads, config.num_key_value_heads, positions, embedding.weight)
             for layer in lm.model.layers
         ]
-        # All blocks share one compiled function, because they differ only in their tensors. With coordinate descent tuning,
+        # All blocks share the compiled functions, because they differ only in their tensors. With coordinate descent tuning,
         # Inductor turns a matrix-vector product into a reduction and fuses the surrounding operations into it.
-        parts: list[Any] = [_enter, DecodeBlock.forward, _leave]
+        parts: list[Any] = [_enter, DecodeBlock.attend, DecodeBlock.project, _leave]
         if mode == COMPILED:
             options: dict[str, Any] = {"coordinate_descent_tuning": True}
             parts = [torch.compile(part, fullgraph=True, dynamic=False, options=options) for part in parts]
-        self._enter, self._forward, self._leave = parts
+        self._enter, self._attend, self._project, self._leave = parts
         where = {"device": device.torch_device, "dtype": torch.int64}
         self.tokens_S = torch.zeros(positions, **where)
         self.logits_1V = embedding.weight.new_zeros(1, config.vocab_size)
@@ -155,7 +170,7 @@ class StaticDecoder:
         position = self._position
         x_1D, cosine_1H, sine_1H, hidden_S = self._enter(self.lm.model, self.tokens_S, self._places, position)
         for block in self.blocks:
-            x_1D = self._forward(block, x_1D, cosine_1H, sine_1H, position, hidden_S)
+            x_1D = self._project(block, *self._attend(block, x_1D, cosine_1H, sine_1H, position, hidden_S))
         next_1 = self._leave(self.lm, x_1D, self.logits_1V)
         position.add_(1)
         self.tokens_S.index_copy_(0, position, next_1)

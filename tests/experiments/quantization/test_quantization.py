@@ -340,16 +340,16 @@ def test_the_share_of_bandwidth_is_the_bytes_of_a_step_over_its_time_and_the_cop
 
 @pytest.mark.parametrize("fault", ["cache one position late", "sees one position ahead", "position not rotated"])
 def test_planted_faults_of_the_cache_are_refused(fault, tmp_path, monkeypatch):
-    forward = DecodeBlock.forward
+    attend = DecodeBlock.attend
 
     def faulty(self, x, cosine, sine, position, hidden):
         if fault == "cache one position late":
-            return forward(self, x, cosine, sine, (position - 1).clamp_min(0), hidden)
+            return attend(self, x, cosine, sine, (position - 1).clamp_min(0), hidden)
         if fault == "sees one position ahead":
-            return forward(self, x, cosine, sine, position, hidden.roll(3))
-        return forward(self, x, torch.ones_like(cosine), torch.zeros_like(sine), position, hidden)
+            return attend(self, x, cosine, sine, position, hidden.roll(3))
+        return attend(self, x, torch.ones_like(cosine), torch.zeros_like(sine), position, hidden)
 
-    monkeypatch.setattr(DecodeBlock, "forward", faulty)
+    monkeypatch.setattr(DecodeBlock, "attend", faulty)
     with pytest.raises(RowError, match="tokens and last logits"):
         perform(toy_context("decode_speed", DECODE | {"new_tokens": 10, "schemes": []}, tmp_path), tmp_path)
 
