@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.book.claims_page import claims_markdown, repeats_markdown
-from hyperion.book.outline import Headline, headlines
+from hyperion.book.outline import BUSY, Headline, headlines
 from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import Material, device_name, held_by_power, percent, quoted_value
 from hyperion.figures.tables import is_floor, markdown
@@ -308,15 +308,15 @@ def launches_page(name: str, runs: Iterable[Run]) -> str:
 def _measured(runs: dict[Run, str]) -> Iterator[Measured]:
     """Yield the headlines of all runs, in the order of the runs.
 
-    The sizes of the profile smoke are too small for headlines. A value whose samples do not record whether they were steady
-    stands on the page of its run, but is no headline.
+    The sizes of the profile smoke are too small for headlines. A value whose samples do not record whether they were steady, or
+    that was measured on a busy machine, stands on the page of its run, but is no headline.
     """
     for run, name in runs.items():
         material = Material(run)
         if material.information.get("profile") == "smoke":
             continue
         for headline in headlines(material):
-            if headline.steady == "unknown":
+            if headline.steady in ("unknown", BUSY):
                 continue
             provenance = material.finished.get(f"{headline.row.notebook}/{headline.row.experiment}", {}).get("provenance") or {}
             stored = _environment(material, provenance)

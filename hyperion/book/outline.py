@@ -24,6 +24,8 @@ from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
 SUMMARY = "benchmarks/summary.png"
+# `Headline.steady` of a value that was measured while other processes used the CPU cores.
+BUSY = "busy"
 # Note below the headlines of a run, because readers quote them. `format` puts in how the page names docs/headlines.md.
 ONE_LAUNCH = (
     "Each value was measured in one launch of the program. The interval contains the variation within this launch only: another "
@@ -277,7 +279,8 @@ class Headline:
         quote: the label, the row that contains the value, and what kind of value it is.
         value: the formatted value with its unit.
         interval: the formatted 95 % interval within one launch, in the unit of the row. "" if there is no interval.
-        steady: "yes" if the samples were steady. "" if the value does not come from a timing.
+        steady: "yes" if the samples were steady, "busy" if they were but other processes used the CPU cores, "unknown" if the
+            samples do not record it. "" if the value does not come from a timing.
         fraction: value divided by its limit, for times, rates and ratios. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
     """
@@ -317,7 +320,9 @@ def headlines(material: Material) -> list[Headline]:
         for quote in getattr(subject.figures, "headlines", _no_headlines)(rows, is_steady):
             if is_steady(quote.row):
                 label = quote.label + mark if quote.row.metric in ACCURACIES else quote.label
-                found.append(_headline(replace(quote, label=label), material.steadiness(quote.row)))
+                steady = material.steadiness(quote.row)
+                busy = steady == "yes" and quote.row.busy
+                found.append(_headline(replace(quote, label=label), BUSY if busy else steady))
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from hyperion.book.outline import (
+    BUSY,
     ONE_LAUNCH,
     UNFOLDED_LINES,
     DrawnFigure,
@@ -116,8 +117,9 @@ def _card(headline: Headline) -> str:
 
 
 def _uncertainty(headline: Headline) -> str:
-    """Return the HTML of a card's interval and of whether its samples were steady, or "" if neither is known."""
-    parts = [f"95 %: {headline.interval}" if headline.interval else "", "steady" if headline.steady == "yes" else ""]
+    """Return the HTML of a card's interval and of the state of the device during its samples, or "" if neither is known."""
+    state = {"yes": "steady", BUSY: "measured on a busy machine"}.get(headline.steady, "")
+    parts = [f"95 %: {headline.interval}" if headline.interval else "", state]
     text = ", ".join(filter(None, parts))
     return f'<p class="limit">{escaped(text)}</p>' if text else ""
 

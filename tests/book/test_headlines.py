@@ -1,6 +1,6 @@
 """Each headline is the best of what its label names, and nothing that the label leaves open is better."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -208,3 +208,10 @@ def test_no_two_headlines_of_a_run_have_one_label(material, cpu_material):
     for of in (material, cpu_material):
         labels = [headline.label for headline in headlines(of)]
         assert len(labels) > 10 and len(set(labels)) == len(labels)
+
+
+def test_a_steady_value_of_a_busy_machine_is_shown_as_busy():
+    busy = replace(product("gemm", "torch.mm", 700.0), throttle="power+busy")
+    assert [one.steady for one in headlines(Rows([busy]))] == ["busy"]
+    assert headlines(Rows([busy], unsteady=(700.0,))) == []
+    assert [one.steady for one in headlines(Rows([replace(busy, throttle="power")]))] == ["yes"]

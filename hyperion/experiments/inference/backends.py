@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler
@@ -231,10 +232,21 @@ def device_seconds(prepared: Prepared, inputs: Tensor) -> float:
 
 
 def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
-    """Return the profiler's events for the second call: GPU events if there is a GPU, otherwise CPU events."""
+    """Return the profiler's events for the second call: GPU events if there is a GPU, otherwise CPU events.
+
+    Raises:
+        HyperionError: the profiler recorded no kernel on the GPU.
+    """
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
-        return list(profiled(lambda: prepared.call(inputs), prepared.device).events() or [])
+        events = list(profiled(lambda: prepared.call(inputs), prepared.device).events() or [])
+    if prepared.device.kind != "cpu" and not any(event.device_type.name != "CPU" for event in events):
+        raise HyperionError(
+            "the profiler recorded no kernel on the GPU",
+            where=f"torch {torch.__version__}, {prepared.device.name}",
+            next_step="detach other profilers, and check the permissions of CUPTI or roctracer",
+        )
+    return events
 
 
 def _kernels_of(event: Any) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, gemm_limit, out_of_memory_reason, sample_frame, speedup_row, timed_row
 from hyperion.chapter.variants import run_variant
-from hyperion.errors import not_none
+from hyperion.errors import HyperionError, not_none
 from hyperion.experiments.inference.backends import (
     AOTI,
     COMPILED,
@@ -342,10 +342,31 @@ class _Variant:
             rows += [self.row(metric, seconds) for metric, seconds in prepared.seconds.items()]
             if prepared.stored_bytes is not None:
                 rows.append(self.row("stored_gb", prepared.stored_bytes / 1e9))
-            rows.append(self.row("kernels_per_call", count_kernels(prepared, self.formed(reference.inputs[:1])), batch=1))
+            rows.append(self.kernels_row())
             latency_rows, latency_frames = self.time_latency()
             throughput_rows, throughput_frames = self.time_throughput(check)
         return rows + latency_rows + throughput_rows, latency_frames + throughput_frames
+
+    def kernels_row(self) -> Row:
+        """Return the row with the number of kernels of a call for one example."""
+        try:
+            kernels = count_kernels(self.prepared, self.formed(self.reference.inputs[:1]))
+        except HyperionError as error:
+            return self.context.absent_row(self.runtime, "kernels_per_call", error.what, **self.columns(batch=1))
+        return self.row("kernels_per_call", kernels, batch=1)
+
+    def host_bound_row(self, one: Tensor, latency_s: float) -> Row:
+        """Return the row with the busy time of the GPU during a call for one example as a share of its latency.
+
+        The busy time comes from the profiler, because times from the device's clock include gaps in which the device waits for
+        the host.
+        """
+        params: dict[str, Any] = {"batch": 1, "cache": "hot", "what": "device time over latency"}
+        try:
+            share = min(device_seconds(self.prepared, one) / latency_s, 1.0)
+        except HyperionError as error:
+            return self.context.absent_row(self.runtime, "share", error.what, **self.columns(**params))
+        return self.row("share", share, **params, label="host-bound" if share < HOST_BOUND_SHARE else "device-bound")
 
     def compare_logits(self) -> tuple[Verification, list[Row]]:
         """Compare the logits with float64 and with eager mode. Return the comparison with float64, and the rows."""
@@ -379,10 +400,7 @@ class _Variant:
         one = self.formed(self.reference.inputs[:1].clone())
         rows, frame, timing = self.times.latency(lambda: self.prepared.call(one))
         if self.prepared.device.kind != "cpu":
-            # Use the profiler, because times from the device's clock would include gaps in which the device waits for the host.
-            share = min(device_seconds(self.prepared, one) / timing.estimate.value, 1.0)
-            label = "host-bound" if share < HOST_BOUND_SHARE else "device-bound"
-            rows.append(self.row("share", share, batch=1, cache="hot", what="device time over latency", label=label))
+            rows.append(self.host_bound_row(one, timing.estimate.value))
         return rows, [frame]
 
     def time_throughput(self, check: Verification) -> Found:

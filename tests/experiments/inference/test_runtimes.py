@@ -32,6 +32,7 @@ from hyperion.experiments.quantization import onnx_int8
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace_linears
 from hyperion.hardware import Telemetry, detect_cpu
 from hyperion.measure import FORMATS, Timing, Verification
+from hyperion.measure.steps.profiled import profiled
 from hyperion.processes.job import JobError
 from hyperion.results.rows import UNEXPECTED, canonical_params
 from hyperion.workloads import batch_times
@@ -344,6 +345,20 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
     rows, _ = runtimes._Variant(context, options, backends.GRAPH, Prepared(model, gpu, "bf16"), reference).time_latency()
     assert seen == [torch.bfloat16]
     assert of(rows, "share")[0].params["label"] == "host-bound"
+
+
+def test_a_profiler_that_records_no_kernel_of_a_gpu_leaves_the_rows_without_a_value(material, monkeypatch):
+    context, trained = material[0], material[1]
+    options = RuntimesOptions.of(context)
+    gpu = dataclasses.replace(CPU, kind="cuda")
+    monkeypatch.setattr(backends, "profiled", lambda call, device: profiled(call, CPU))  # its events are those of the CPU
+    reference = runtimes._Reference(trained, CPU, CPU, options)
+    variant = runtimes._Variant(context, options, backends.GRAPH, Prepared(trained.load(CPU), gpu, "fp32"), reference)
+    rows = [variant.kernels_row(), variant.host_bound_row(reference.inputs[:1], 1e-3)]
+    assert [(row.metric, row.value, row.value_reason) for row in rows] == [
+        ("kernels_per_call", None, "the profiler recorded no kernel on the GPU"),
+        ("share", None, "the profiler recorded no kernel on the GPU"),
+    ]
 
 
 def test_the_loops_of_a_gpu_stay_without_profiling_because_its_packages_would_not_compile():
