@@ -460,9 +460,10 @@ def _resumed(options: CommandOptions, run: Path) -> CommandOptions:
     began = CommandOptions(**_command(run)["options"])
     for name in (field.name for field in fields(CommandOptions) if field.name != "run"):
         now, then = getattr(options, name), getattr(began, name)
-        if now not in (None, False) and now != then:
+        if now is not None and now is not False and now != then:  # 0 is a value, although it equals False
+            before = "without this option" if then is None or then is False else f"with {then}"
             raise OptionError(
-                f"--{name} {now} is given now, but the run was started " + (f"with {then}" if then else "without this option"),
+                f"--{name} {now} is given now, but the run was started {before}",
                 where=run,
                 next_step=f"leave --{name} out, or leave --resume out for a new run",
             )

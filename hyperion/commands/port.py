@@ -27,6 +27,8 @@ def scan(
 ) -> None:
     """Find constructs that tie Python, C++, CUDA and build files to CUDA. Nothing is changed.
 
+    Subfolders named `build` or `dist` are left out and listed.
+
     Each finding has a grade: `unchanged` works on ROCm as it is, `hipify` works after an automatic translation, and `rewrite`
     must be changed by a person. Exit codes: 0 nothing must be changed; 1 something must be translated or rewritten, or a file
     could not be scanned.
@@ -34,7 +36,7 @@ def scan(
     from hyperion.porting import GRADES
     from hyperion.porting import scan as scan_path
 
-    findings, problems = scan_path(path)
+    findings, problems, left_out = scan_path(path)
     counts = Counter(finding.rule.grade for finding in findings)
     if as_json:
         content = {
@@ -50,6 +52,7 @@ def scan(
                 for one in findings
             ],
             "not_scanned": problems,
+            "left_out": [str(folder) for folder in left_out],
             "summary": {grade: counts[grade] for grade in GRADES},
         }
         print(json.dumps(content, indent=1))
@@ -63,6 +66,8 @@ def scan(
             say(f"{rule.kind} ({rule.grade}): {rule.remedy}")
         for problem in problems:
             say(f"not scanned: {problem}")
+        for folder in left_out:
+            say(f"left out, because a folder of this name usually contains generated files: {folder} (name it to scan it)")
         say(", ".join(f"{counts[grade]} {grade}" for grade in GRADES))
     if problems or counts["hipify"] or counts["rewrite"]:
         raise typer.Exit(1)

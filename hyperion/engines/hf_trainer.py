@@ -46,7 +46,8 @@ def train(work: Work, observer: Observer, changed: dict[str, Any] | None = None)
         max_grad_norm=work.clip_norm,
         bf16=work.dtype == "bf16",
         use_cpu=torch.device(observer.device).type == "cpu",
-        include_num_input_tokens_seen="all",
+        # The Trainer's count of tokens synchronizes the device after each micro-batch, so it must not be in timed steps.
+        include_num_input_tokens_seen="no" if work.timed else "all",
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="no",
@@ -105,8 +106,11 @@ class _Report(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if not logs or "loss" not in logs:
             return
-        # The Trainer counts the tokens that the model receives, summed over all ranks. The first token of a row is not scored.
+        # The Trainer counts the tokens that the model receives, summed over all ranks. The first token of a row is not scored. In
+        # timed steps it counts none, so the tokens are those of its own batch size.
         tokens = int(state.num_input_tokens_seen) - self.seen
         self.seen += tokens
         scored = tokens * self.work.sequence_length // (self.work.sequence_length + 1)
+        if self.work.timed:
+            scored = args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.work.sequence_length
         self.observer.step(logs["loss"], logs.get("grad_norm"), scored if self.observer.here.rank == 0 else 0)

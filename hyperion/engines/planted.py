@@ -34,6 +34,8 @@ PLANTED = {
     "clipped to half of the limit": "gradient clipping",
     "bf16 weights": "master dtype",
     "gradients reduced in bf16": "reduction dtype",
+    "one layer frozen": "updated elements",
+    "NaN from step 3": "not finite",
     "one step less": "optimizer steps",
     "one step more": "optimizer steps",
     "tokens counted per rank": "tokens counted",
@@ -58,6 +60,9 @@ def train(work: Work, observer: Observer, unfairness: str) -> dict:
         nn.init.normal_(next(model.parameters()), std=0.1)
     if unfairness == "bf16 weights":
         model = model.to(torch.bfloat16)
+    if unfairness == "one layer frozen":
+        for name, parameter in model.model.layers[0].named_parameters():
+            parameter.requires_grad = "norm" in name
     optimizer = _optimizer(work, model, unfairness)
     observer.start(model, model.get_input_embeddings(), model.state_dict())
     steps = work.steps - 1 if unfairness == "one step less" else work.steps
@@ -66,6 +71,8 @@ def train(work: Work, observer: Observer, unfairness: str) -> dict:
             for group in optimizer.param_groups:
                 group["lr"] = work.learning_rate * (1 - step / work.steps)
         loss, norm = _gradients(work, observer, model, step, unfairness)
+        if unfairness == "NaN from step 3" and step == 2:
+            next(model.parameters()).grad.fill_(torch.nan)
         if unfairness != "no clipping":
             limit = work.clip_norm / 2 if unfairness == "clipped to half of the limit" else work.clip_norm
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit)

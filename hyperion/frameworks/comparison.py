@@ -325,6 +325,25 @@ def _differences(group: Sequence[Result]) -> list[str]:
         if len(values) > 1:
             parts = [f"{str(value)[:_SHOWN]} ({', '.join(names)})" for value, names in values.items()]
             lines.append(f"{group[0].model}, {name}: {' / '.join(parts)}")
+    return lines + _first_losses(group)
+
+
+def _first_losses(group: Sequence[Result]) -> list[str]:
+    """Return a line if results with the same weights, rows and precision have different losses in the first step."""
+    from hyperion.engines.judge import first_loss_tolerance  # here, because it imports torch
+
+    alike: dict[tuple, list[Result]] = defaultdict(list)
+    for result in group:
+        training = result.training_config
+        if training.initial_state_sha256 and training.row_order_sha256 and result.precision in ("fp32", "bf16"):
+            key = training.initial_state_sha256, training.row_order_sha256, training.sequence_length, result.precision
+            alike[key].append(result)
+    lines = []
+    for (*_, precision), results in alike.items():
+        losses = [result.loss_values[0] for result in results]
+        if not max(losses) - min(losses) <= first_loss_tolerance(precision) * min(losses):
+            parts = [f"{loss:.6g} ({one.platform} {one.framework})" for loss, one in zip(losses, results, strict=True)]
+            lines.append(f"{group[0].model}, loss of the first step, in {precision} from the same weights: {' / '.join(parts)}")
     return lines
 
 

@@ -10,6 +10,7 @@ from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 from hyperion.paths import expanded
 
 _INSIDE = "/hyperion"
+_DATA, _MIRROR = "HYPERION_DATA", "HYPERION_DATA_MIRROR"  # folders that may lie outside the checkout
 # ROCm needs the kernel driver and the render nodes. Its profilers and RCCL need ptrace and locked memory.
 _DEVICES = {"amd": ["--device=/dev/kfd", "--device=/dev/dri", "--group-add=video", "--cap-add=SYS_PTRACE", "--ulimit=memlock=-1"]}
 _ROCM = RocmSettings(nccl_debug="WARN").variables()  # all variables, because no setting is ""
@@ -46,10 +47,11 @@ def docker_command(
     variables = {name: environment[name] for name in passed if environment.get(name)}
     folders = {OUTPUT: str(output_folder(config)) if config.paths.output_dir or environment.get("HYPERION_RESULTS") else ""}
     folders |= {PRIMUS: config.paths.primus, MEGATRON_DEEPSPEED: config.paths.megatron_deepspeed}
+    folders |= {name: environment.get(name, "") for name in (_DATA, _MIRROR)}
     folders = {name: str(expanded(folder).absolute()) for name, folder in folders.items() if folder}
-    volumes = [*dict.fromkeys(folders.values())]
+    volumes = [*dict.fromkeys(folder for name, folder in folders.items() if name != _MIRROR)]
     file = [str(config_file.absolute())] if config_file else []
-    read_only = [*file, *_inputs(config)]
+    read_only = [*file, *_inputs(config), *([folders[_MIRROR]] if _MIRROR in folders else [])]
     return [
         *("docker", "run", "--rm", "--ipc=host", "--network=host", f"--shm-size={config.docker.shm_size}"),
         *_DEVICES[platform],

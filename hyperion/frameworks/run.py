@@ -228,8 +228,9 @@ def result_of_record(plan: Plan, record: Record, facts: MachineFacts) -> Result:
         seen += f", and read other rows in step {other[0]}" if other else ""
         raise HyperionError(f"the run {seen}", where=plan.stack, next_step="correct the adapter")
     work = _work_of(plan, Path())
-    undecayed = count_vector_elements(plan.model) if work.weight_decay else count_parameters(plan.model)[0]
-    if other := other_settings(work, record, undecayed):
+    elements = count_parameters(plan.model)[0]
+    undecayed = count_vector_elements(plan.model) if work.weight_decay else elements
+    if other := other_settings(work, record, elements, undecayed):
         what = f"the work is not that of the plan: {'; '.join(map(str, other))}"
         raise HyperionError(what, where=plan.stack, next_step="correct the adapter")
     device = detect(facts)

@@ -2,7 +2,7 @@
 
 The rules are regular expressions for single lines, stored in `rules.toml`. This module decides which text is searched. It removes
 comments with the lexers of Pygments. In Python, it also removes docstrings and text that is only printed, logged or raised. CUDA
-source in a Python string is searched with the C++ rules.
+source in a Python string is searched with the C++ rules, and shell commands in a notebook with the rules of build files.
 """
 
 import ast
@@ -41,11 +41,17 @@ _NAMES = {
     "setup.cfg": (BUILD, "ini"),
 }
 _REQUIREMENTS = re.compile(r"requirements.*\.txt")
-_LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", "build", "dist"}
+_NOT_SOURCE = {".git", ".venv", "venv", "node_modules", "__pycache__"}
+# Folders with these names usually contain generated files. They are left out too, but the result names them.
+_GENERATED = {"build", "dist"}
+# Shell commands in a notebook cell: lines that begin with ! or a magic that calls a program, and cells in a shell's language.
+_SHELL_LINE = re.compile(r"\s*(?:!+|%(?=(?:pip|conda|env|sx|system)\b))")
+_SHELL_CELL = re.compile(r"%%(?:bash|sh|!|sx|system|script\s+\S*sh)\b.*|%%!.*")
 _LARGEST_BYTES = 4 << 20
 # Calls whose arguments are messages for people. Strings in `raise` statements are not searched either.
 _PROSE_CALLS = {"print", "warn", "warning", "info", "debug", "error", "exception", "critical", "log", "write", "fail", "skip"}
 _PROSE_ARGUMENTS = {"help", "description", "epilog", "reason", "message", "msg", "title", "label"}
+_FORMATS = {"format", "join"}  # methods of a string
 _LONGEST_LINE = 2000  # longer lines are generated code; some patterns take time quadratic in the length
 _CUDA_SOURCE = re.compile(r"__global__|__device__|^\s*#\s*include\s*[<\"]", re.MULTILINE)
 _BUILD_PROSE = re.compile(
@@ -102,11 +108,12 @@ def _compiled(table: dict[str, Any], language: str) -> tuple[re.Pattern[str], ..
     return tuple(re.compile(pattern) for pattern in table.get(language, ()))
 
 
-def scan(path: Path) -> tuple[list[Finding], list[str]]:
+def scan(path: Path) -> tuple[list[Finding], list[str], list[Path]]:
     """Scan a file, or all source files in a folder and its subfolders.
 
     Returns:
-        The findings, ordered by file and line, and an error message for each file that could not be scanned.
+        (the findings, ordered by file and line; an error message for each file that could not be scanned; the subfolders that
+        were left out, because their names are those of generated files).
 
     Raises:
         HyperionError: the path does not exist, or it is a file of a type that has no rules, or a folder without source files.
@@ -117,7 +124,8 @@ def scan(path: Path) -> tuple[list[Finding], list[str]]:
         raise HyperionError(f"{path.name} is no source file that the rules know", where=path, next_step="name a folder")
     findings: list[Finding] = []
     problems: list[str] = []
-    files = list(_files(path, problems)) if path.is_dir() else [path]
+    left_out: list[Path] = []
+    files = list(_files(path, problems, left_out)) if path.is_dir() else [path]
     for file in files:
         try:
             findings += _scan_file(file)
@@ -126,21 +134,26 @@ def scan(path: Path) -> tuple[list[Finding], list[str]]:
             problems.append(f"{file}: {_first_line(error)}")
     if not files and not problems:
         raise HyperionError("the folder has no source file that the rules know", where=path, next_step="name another folder")
-    return findings, problems
+    return findings, problems, left_out
 
 
-def _files(folder: Path, problems: list[str]) -> Iterator[Path]:
-    """Yield the source files of a folder and its subfolders. Subfolders that cannot be read are added to `problems`."""
+def _files(folder: Path, problems: list[str], left_out: list[Path]) -> Iterator[Path]:
+    """Yield the source files of a folder and its subfolders.
+
+    Subfolders that cannot be read are added to `problems`, and those with generated files to `left_out`.
+    """
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
         problems.append(f"{folder}: {_first_line(error)}")
         return
     for entry in entries:
-        if entry.is_symlink() or entry.name in _LEFT_OUT:
+        if entry.is_symlink() or entry.name in _NOT_SOURCE:
             continue
-        if entry.is_dir():
-            yield from _files(entry, problems)
+        if entry.is_dir() and entry.name in _GENERATED:
+            left_out.append(entry)
+        elif entry.is_dir():
+            yield from _files(entry, problems, left_out)
         elif _language_of(entry) is not None:
             yield entry
 
@@ -163,9 +176,21 @@ def _scan_file(path: Path) -> list[Finding]:
     if path.suffix != ".ipynb":
         return scan_text(text, str(path))
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
-    # Lines that begin with % or ! are IPython commands.
-    sources = ["\n".join("" if line.lstrip()[:1] in "%!" else line for line in cell.source.split("\n")) for cell in cells]
-    return [found for n, source in enumerate(sources, 1) for found in scan_text(source, f"{path}, cell {n}", "cell.py")]
+    return [found for n, cell in enumerate(cells, 1) for found in _scan_cell(cell.source, f"{path}, cell {n}")]
+
+
+def _scan_cell(source: str, path: str) -> list[Finding]:
+    """Scan a code cell: its Python, and the shell commands in its IPython lines."""
+    lines = source.split("\n")
+    if _SHELL_CELL.fullmatch(lines[0].strip()):
+        return scan_text("\n".join(["", *lines[1:]]), path, "cell.sh")
+    if lines[0].startswith("%%writefile"):
+        name = lines[0].split()[-1]
+        return scan_text("\n".join(["", *lines[1:]]), path, name) if _language_of(Path(name)) else []
+    python = "\n".join("" if line.lstrip()[:1] in ("%", "!") else line for line in lines)
+    commands = "\n".join(_SHELL_LINE.sub("", line, count=1) if _SHELL_LINE.match(line) else "" for line in lines)
+    found = scan_text(python, path, "cell.py") + scan_text(commands, path, "cell.sh")
+    return sorted(found, key=lambda one: one.line)
 
 
 def scan_text(text: str, path: str, name: str = "") -> list[Finding]:
@@ -245,7 +270,9 @@ def _prose(tree: ast.AST) -> Iterator[ast.expr]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield from _strings(node.value)
         elif isinstance(node, ast.Raise) and node.exc is not None:
-            yield from _strings(node.exc)
+            is_call = isinstance(node.exc, ast.Call)
+            for argument in (*node.exc.args, *(each.value for each in node.exc.keywords)) if is_call else (node.exc,):
+                yield from _strings(argument)
         elif isinstance(node, ast.Assert) and node.msg is not None:
             yield from _strings(node.msg)
         elif isinstance(node, ast.Call):
@@ -257,9 +284,16 @@ def _prose(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _strings(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the strings in an expression. f-strings that contain values are skipped, because the values are code."""
+    """Yield the strings in an expression.
+
+    Strings in a call are skipped, because the call may use them, unless it only formats a text. f-strings that contain values are
+    skipped, because the values are code.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node
+    elif isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _FORMATS and isinstance(node.func.value, ast.Constant):
+            yield from _strings(node.func.value)
     elif not isinstance(node, ast.JoinedStr):
         for child in ast.iter_child_nodes(node):
             yield from _strings(child)

@@ -211,3 +211,25 @@ def test_a_wrong_size_of_a_profile_is_named(before, after, named, tmp_path, monk
     with pytest.raises(HyperionError, match=named) as error:
         request_of("--model language_ddp")
     assert "sizes.toml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "line", "said"),
+    [
+        (5, "--seed 0", "--seed 0 is given now, but the run was started with 5"),
+        (0, "--seed 7", "--seed 7 is given now, but the run was started with 0"),
+        (None, "--seed 0", "--seed 0 is given now, but the run was started without this option"),
+        (0, "--seed 0", ""),
+        (5, "", ""),
+    ],
+)
+def test_a_resumed_run_keeps_its_options_also_if_one_is_0(before, line, said, monkeypatch, tmp_path):
+    began = vars(CommandOptions()) | {"seed": before}
+    monkeypatch.setattr(distributed_options, "_command", lambda run: {"options": began})
+    options = parsed(line.split(), "")
+    if said:
+        with pytest.raises(OptionError) as error:
+            distributed_options._resumed(options, tmp_path)
+        assert error.value.what == said
+    else:
+        assert distributed_options._resumed(options, tmp_path).seed == before

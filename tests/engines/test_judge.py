@@ -138,9 +138,19 @@ def test_norms_of_fp32_differ_by_at_most_two_percent(factors, names, tiny_work, 
     ("factor", "names"), [(1.04, []), (1.1, ["no decay on matrices"]), (0.96, []), (0.9, ["decay on norms"])]
 )
 def test_elements_without_decay_differ_by_at_most_their_padding(factor, names, tiny_work, reference):
-    groups = [group if group.weight_decay else replace(group, elements=factor * 1e6) for group in reference.groups]
-    padded = replace(reference, groups=groups)
-    exact = replace(reference, groups=[group if group.weight_decay else replace(group, elements=1e6) for group in groups])
+    def padded(factor: float) -> Record:
+        sizes = {False: factor * 1e6, True: 1e9}  # so many elements have decay that the others hardly change the sum
+        groups = [replace(group, elements=sizes[group.weight_decay > 0]) for group in reference.groups]
+        return replace(reference, groups=groups)
+
+    found = unequal(tiny_work, padded(factor), padded(1.0))
+    assert [difference.name for difference in found] == names
+
+
+@pytest.mark.parametrize(("factor", "names"), [(1.04, []), (0.96, []), (1.1, ["updated elements"]), (0.9, ["updated elements"])])
+def test_updated_elements_differ_by_at_most_their_padding(factor, names, tiny_work, reference):
+    groups = [replace(group, elements=factor * group.elements) if group.weight_decay else group for group in reference.groups]
+    padded, exact = replace(reference, groups=groups), reference
     assert [difference.name for difference in unequal(tiny_work, padded, exact)] == names
 
 
@@ -148,6 +158,25 @@ def test_elements_without_decay_differ_by_at_most_their_padding(factor, names, t
 def test_the_first_loss_of_fp32_differs_by_rounding_only(factor, names, tiny_work, reference):
     losses = [factor * reference.losses[0], *reference.losses[1:]]
     assert [difference.name for difference in unequal(tiny_work, replace(reference, losses=losses), reference)] == names
+
+
+def test_a_label_shift_is_seen_in_bf16_too(tiny_work, tmp_path):
+    work = replace(tiny_work, dtype="bf16")
+    reference, shifted = observed(work, tmp_path / "reference", plain.train), plain.first_losses(work)
+    with process_group():
+        for unfairness in ("", "labels not shifted", "labels shifted twice"):
+            record = observed(work, tmp_path / "planted", planted.train, unfairness=unfairness)
+            names = {difference.name for difference in unequal(work, record, reference, shifted)}
+            assert names - CONSEQUENCES == ({"label shift"} if unfairness else set())
+            assert ("first loss" in {difference.name for difference in unequal(work, record, reference)}) == bool(unfairness)
+
+
+@pytest.mark.parametrize("series", ["losses", "norms", "clipped_norms"])
+def test_numbers_that_are_not_finite_are_named(series, tiny_work, reference):
+    values = [*getattr(reference, series)]
+    values[2] = float("nan")
+    found = unequal(tiny_work, replace(reference, **{series: values}), reference)
+    assert [difference.name for difference in found] == ["not finite"] and "in step 3" in found[0].seen
 
 
 @pytest.mark.parametrize(("elements", "names"), [(16, []), (17, ["reduction dtype"])])

@@ -26,6 +26,7 @@ def result(step_s: float = 0.5, steps: int = 20, jitter: float = 0.01, **changes
         "dataset": "wikitext-2",
         "precision": "bf16",
         "learning_rates": (3e-4,) * steps,
+        "loss_values": tuple(11.0 - 0.1 * step for step in range(steps)),
         **changes,
     }
     return Result(
@@ -38,7 +39,6 @@ def result(step_s: float = 0.5, steps: int = 20, jitter: float = 0.01, **changes
         training_config=training,
         performance_metrics=derive(times, 1, training, 304),
         step_times=times,
-        loss_values=tuple(11.0 - 0.1 * step for step in range(steps)),
         memory_metrics=MemoryMetrics("synthetic", peak_memory_allocated_gb=100.0),
         **values,
     )

@@ -123,6 +123,28 @@ def test_unequal_work_is_refused_unless_forced(changes, said):
     assert said in forced.differences[0] and "**Forced" in markdown(forced, "compare.png")
 
 
+@pytest.mark.parametrize(
+    ("precision", "factor", "differ"),
+    [
+        ("bf16", 1 + 1e-3, False),
+        ("bf16", 1 + 3e-3, True),
+        ("bf16", 0.5, True),
+        ("fp32", 1 + 1e-6, False),
+        ("fp32", 1 + 1e-4, True),
+    ],
+)
+def test_the_first_losses_of_equal_weights_and_rows_are_equal(precision, factor, differ):
+    first = result(precision=precision)
+    losses = tuple(factor * loss for loss in first.loss_values)
+    other = result(framework="deep", precision=precision, loss_values=losses)
+    lines = compare_results([first, other], force=True).differences
+    assert [line.partition(":")[0] for line in lines] == (
+        [f"llama, loss of the first step, in {precision} from the same weights"] if differ else []
+    )
+    unobserved = result(framework="deep", precision=precision, loss_values=losses, initial_state_sha256=None)
+    assert compare_results([first, unobserved], force=True).differences == []
+
+
 def test_reductions_in_other_formats_are_refused_and_a_run_without_reductions_is_not():
     one_rank, other, third = result(), result(framework="deep", reduction_dtype="float32"), result(framework="fsdp")
     assert compare_results([one_rank, other, third]).differences == []

@@ -26,3 +26,10 @@ def test_names_that_are_no_paths_are_not_mounted():
     megatron = MegatronDeepSpeedSettings(data_path="data/text_document", tokenizer="gpt2")
     config = replace(Config(), frameworks=Frameworks(mgds=megatron))
     assert volumes(config) == volumes(Config()) == ["--volume=/checkout:/hyperion"]
+
+
+def test_data_outside_the_checkout_is_seen_in_the_container(tmp_path):
+    environment = {"HYPERION_DATA": str(tmp_path / "data"), "HYPERION_DATA_MIRROR": str(tmp_path / "mirror")}
+    words = docker_command(Config(), Path("/checkout"), "amd", [], environment)
+    assert {f"--env={name}={folder}" for name, folder in environment.items()} <= set(words)
+    assert {f"--volume={tmp_path}/data:{tmp_path}/data", f"--volume={tmp_path}/mirror:{tmp_path}/mirror:ro"} <= set(words)

@@ -1,6 +1,7 @@
 """Runs: the others continue, a finished run is not repeated, and only what ran has a file."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -221,6 +222,8 @@ def grouped(**changes) -> dict:
         (grouped(weight_decay=0.0), "weight decay: none instead of 0.1"),
         (grouped(weight_decay=0.1), "decay on norms: 0 elements without decay instead of 320"),
         (grouped(dtype="bfloat16"), "master dtype: bfloat16 instead of float32"),
+        (grouped(elements=320.0), "updated elements: 640 instead of 139,584"),
+        ({"losses": [5.0] * 49 + [math.nan]}, "not finite: loss of nan in step 50"),
         ({"groups": []}, "rates [] instead of 50 steps on 2 ranks with one learning rate"),
         ({"norms": [5.0] * 50, "clipped_norms": [5.0] * 50}, "gradient clipping: norm 5 at the optimizer in 50 steps"),
         ({"norms": [5.0] * 50, "clipped_norms": [0.5] * 50}, "gradient clipping: gradients scaled to 0.5"),

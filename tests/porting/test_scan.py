@@ -70,10 +70,50 @@ def test_a_folder_is_scanned_with_its_notebooks_and_what_cannot_be_read_is_named
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None, "source": "!ls\nx.cuda()"}
     book = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     (tmp_path / "book.ipynb").write_text(json.dumps(book))
-    findings, problems = scan(tmp_path)
+    findings, problems, _ = scan(tmp_path)
     places = [(one.path.removeprefix(str(tmp_path)), one.line, one.rule.kind) for one in findings]
     assert places == [("/book.ipynb, cell 1", 2, "torch-cuda-api"), ("/good.py", 1, "nvidia-package")]
     assert len(problems) == 1 and "bad.py" in problems[0]
+
+
+def test_strings_that_a_call_inside_a_message_uses_are_searched():
+    code = """print(subprocess.check_output(["nvidia-smi", "-L"]))
+print(torch.zeros(1, device="cuda:1"))
+raise ValueError("needs nvidia-smi, {}".format(run(["nvidia-smi"])))
+raise ValueError("nvidia-smi: {}".format(1))
+print("nvidia-smi", ", ".join(names))
+"""
+    assert [one.line for one in scan_text(code, "a.py") if one.rule.kind == "nvidia-tool"] == [1, 3]
+    assert 2 in {one.line for one in scan_text(code, "a.py")}
+
+
+def test_shell_commands_of_a_notebook_are_searched(tmp_path):
+    sources = [
+        "import os\n!nvidia-smi\n!nvcc -arch=sm_80 kernel.cu -o kernel",
+        "%pip install apex",
+        "%%bash\necho start\nnvcc -arch=sm_80 kernel.cu",
+        "%%time\nimport apex",
+        "%%writefile kernel.cu\nint w = __shfl_down_sync(0xffffffff, v, 1);",
+        "%matplotlib inline",
+    ]
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    cells = [cell | {"id": f"c{n}", "source": source} for n, source in enumerate(sources)]
+    (tmp_path / "book.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    findings, problems, _ = scan(tmp_path)
+    assert not problems
+    places = {(int(one.path.rpartition(" ")[2]), one.line) for one in findings}
+    assert places == {(1, 2), (1, 3), (2, 1), (3, 3), (4, 2), (5, 2)}
+
+
+def test_folders_of_generated_files_are_left_out_and_named(tmp_path):
+    for folder in (tmp_path / "build", tmp_path / "a" / "dist"):
+        folder.mkdir(parents=True)
+        (folder / "run.sh").write_text("nvcc -arch=sm_80 kernel.cu\n")
+    (tmp_path / "a" / "clean.py").write_text("x = 1\n")
+    assert scan(tmp_path) == ([], [], [tmp_path / "a" / "dist", tmp_path / "build"])
+    assert scan(tmp_path / "build")[0]
+    done = CliRunner().invoke(app, ["scan", str(tmp_path)])
+    assert done.exit_code == 0 and done.output.replace("\n", "").count("left out") == 2
 
 
 def test_files_that_no_parser_accepts_are_named_and_the_others_are_scanned(tmp_path):
@@ -83,7 +123,7 @@ def test_files_that_no_parser_accepts_are_named_and_the_others_are_scanned(tmp_p
     os.mkfifo(tmp_path / "d.py")
     (tmp_path / "e.py").write_bytes(b" " * ((4 << 20) + 1))
     (tmp_path / "f.py").write_bytes(b"\xef\xbb\xbfimport os\r\nimport apex\r\n")  # as editors on Windows write it
-    findings, problems = scan(tmp_path)
+    findings, problems, _ = scan(tmp_path)
     assert [(Path(one.path).name, one.line) for one in findings] == [("f.py", 2)]
     assert [Path(problem.partition(":")[0]).name for problem in problems] == ["a.ipynb", "b.ipynb", "c.py", "d.py", "e.py"]
     assert "MemoryError" in problems[2] and "pipe" in problems[3] and "larger than 4 MiB" in problems[4]
@@ -100,7 +140,7 @@ def test_a_folder_that_cannot_be_listed_is_named_and_the_others_are_scanned(tmp_
         return listed(folder)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    findings, problems = scan(tmp_path)
+    findings, problems, _ = scan(tmp_path)
     assert len(findings) == 1 and len(problems) == 1 and "Permission denied" in problems[0]
 
 
@@ -113,7 +153,7 @@ def test_a_folder_that_cannot_be_listed_is_named_and_the_others_are_scanned(tmp_
 )
 def test_a_folder_with_only_a_file_of_requirements_has_findings(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    findings, problems = scan(tmp_path)
+    findings, problems, _ = scan(tmp_path)
     assert {one.rule.kind for one in findings} >= {"nvidia-package"} and not problems
     assert CliRunner().invoke(app, ["scan", str(tmp_path)]).exit_code == 1
 

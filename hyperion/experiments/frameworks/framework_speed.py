@@ -21,7 +21,7 @@ from hyperion.chapter.rows import checked
 from hyperion.engines import Record, Stack, Work, stack_named, unequal
 from hyperion.engines.launch import Outcome, launch, launch_in_turn
 from hyperion.engines.work import WEIGHTS
-from hyperion.errors import not_none
+from hyperion.errors import HyperionError, not_none
 from hyperion.experiments.frameworks.framework_parity import PLAIN, step_frame
 from hyperion.experiments.frameworks.works import DATA, TWIN_FACTOR, WorkOptions, loss_difference, loss_tolerance, prepare_work
 from hyperion.figures.material import signed_number
@@ -51,11 +51,13 @@ class FrameworkSpeedOptions(WorkOptions):
         stacks: names of the frameworks. The plain loop must be one of them.
         launches: number of launches of each framework.
         traced_steps: number of steps that the first launch of each framework traces.
+        ranks: maximum number of ranks. All frameworks must train on the same number of devices.
     """
 
     stacks: tuple[str, ...]
     launches: int
     traced_steps: int = 2
+    ranks: int = 1
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -74,6 +76,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Launch the frameworks in turn. Return time, rate, memory and energy of those whose work is equal in every launch."""
     options = FrameworkSpeedOptions.of(context)
+    _require_equal_ranks(context, options)
     prepared, source = prepare_work(context, options)
     work = replace(prepared, timed=True, fused=True)  # the fastest AdamW of torch, also for the frameworks
     passed, outcomes = _excluded(context, options)
@@ -200,6 +203,16 @@ def _by_framework(rows: Sequence[Row], metric: str) -> dict[str, dict[str, float
     return found
 
 
+def _require_equal_ranks(context: Context, options: FrameworkSpeedOptions) -> None:
+    ranks = {name: options.ranks_of(context, stack_named(name)) for name in options.stacks}
+    if len(set(ranks.values())) > 1:
+        raise HyperionError(
+            f"the speeds of frameworks on different numbers of devices cannot be compared: {ranks}",
+            where=f"{context.notebook}.{context.experiment}",
+            next_step="set ranks to 1 in the profile, or choose stacks with the same number of ranks",
+        )
+
+
 def _excluded(context: Context, options: FrameworkSpeedOptions) -> tuple[list[str], dict[str, Outcome]]:
     """Return the frameworks to launch, and the outcome of those that are not installed or have no value in `framework_parity`."""
     metrics = ("loss_difference", "parameter_difference")
@@ -227,7 +240,8 @@ def _refusal(work: Work, runs: Sequence[Record], reference: Record, tolerance: f
     for number, record in enumerate(runs, 1):
         if differences := unequal(work, record, reference):
             return f"refused, the work of launch {number} is not equal: " + "; ".join(map(str, differences))
-        if (difference := loss_difference(record, reference)) > tolerance:
+        difference = loss_difference(record, reference)
+        if not difference <= tolerance:  # also if one of them is NaN
             seen = f"its losses differ from those of the plain loop by {difference:.3g} nats"
             return f"refused, the work of launch {number} is not equal: {seen}, more than the {tolerance:.3g} of rounding"
     return ""

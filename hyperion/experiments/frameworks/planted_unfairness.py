@@ -4,6 +4,7 @@ The losses alone do not reveal all planted differences. For example, a run may u
 of their mean. This changes no loss, because clipping and AdamW both divide by the scale of the gradient.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,11 @@ def run(context: Context, report: Report) -> Result:
         check = checked(f"the judge names {expected!r}" if expected else "the judge names nothing", missed, 0)
         difference = loss_difference(record, reference)
         rows.append(context.row(name, "count", len(found), params=params, **shared, **check))
-        rows.append(context.row(name, "unequal_loss_difference", difference, params=options.params(), **shared))
+        metric, columns = "unequal_loss_difference", {"params": options.params(), **shared}
+        if math.isfinite(difference):
+            rows.append(context.row(name, metric, difference, **columns))
+        else:
+            rows.append(context.absent_row(name, metric, "the loss is no finite number", **columns))
         lines.append({"variant": name, "named": ", ".join(names), "loss_difference": difference})
     unseen = [line["variant"] for line in lines if line["loss_difference"] < VISIBLE_NATS and line["variant"] != CLEAN]
     rows.append(context.row(UNSEEN, "count", len(unseen), params=options.params(), **shared))

@@ -48,8 +48,8 @@ class WorkOptions(RankOptions):
     learning_rate: float = 1e-3
 
     def ranks_of(self, context: Context, stack: Stack) -> int:
-        """Return the number of ranks for a framework: the number of its stack, limited to the number of available devices."""
-        return min(stack.ranks, self.device_count(context))
+        """Return the number of ranks for a framework: that of its stack, but at most `ranks`, and the number of devices."""
+        return min(stack.ranks, self.ranks, self.device_count(context))
 
     def params(self) -> dict[str, Any]:
         """Return the options that rows contain."""
@@ -98,9 +98,9 @@ def _stream(context: Context, tokens: str) -> tuple[np.ndarray, int, str]:
 
 
 def loss_difference(record: Record, reference: Record) -> float:
-    """Return the largest difference between the losses of the same step, over the steps that both runs made."""
-    pairs = zip(record.losses, reference.losses, strict=False)
-    return max(abs(loss - expected) for loss, expected in pairs)
+    """Return the largest difference between the losses of the same step, over the steps that both runs made. NaN if one is."""
+    steps = min(len(record.losses), len(reference.losses))
+    return float(np.max(np.abs(np.subtract(record.losses[:steps], reference.losses[:steps]))))
 
 
 def parameter_difference(record: Record, reference: Record) -> float:
@@ -118,7 +118,8 @@ def parameter_difference(record: Record, reference: Record) -> float:
             where=Path(record.final_file),
             next_step="correct the conversion of the state in its adapter",
         )
-    return max(float((here[name] - tensor).abs().max()) for name, tensor in expected.items())
+    # In contrast to `max`, NumPy's maximum is NaN if any number is.
+    return float(np.max([(here[name] - tensor).abs().max().item() for name, tensor in expected.items()]))
 
 
 def differing_tensors(record: Record, reference: Record) -> int:
@@ -133,9 +134,9 @@ def loss_tolerance(twins: Sequence[Record], reference: Record) -> float:
     """Return the largest loss difference that is attributed to rounding, computed from twins of the plain loop."""
     # A twin may be bitwise equal, so at least one rounding error is allowed per step.
     least = len(reference.losses) * _ROUNDING * max(reference.losses)
-    return max(TWIN_FACTOR * max(loss_difference(twin, reference) for twin in twins), least)
+    return max(TWIN_FACTOR * float(np.max([loss_difference(twin, reference) for twin in twins])), least)
 
 
 def parameter_tolerance(twins: Sequence[Record], reference: Record) -> float:
     """Return the largest parameter difference that is attributed to rounding, computed from twins of the plain loop."""
-    return TWIN_FACTOR * max(parameter_difference(twin, reference) for twin in twins)
+    return TWIN_FACTOR * float(np.max([parameter_difference(twin, reference) for twin in twins]))

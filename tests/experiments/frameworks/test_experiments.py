@@ -1,5 +1,6 @@
 """The experiments on frameworks at toy sizes. The plain loop in this process, with or without a fault, replaces launches."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hyperion.experiments.frameworks.framework_speed import (
     part_table,
     ranking,
 )
+from hyperion.experiments.frameworks.works import loss_difference, loss_tolerance
 from hyperion.hardware import detect, detect_cpu
 from hyperion.measure.steps.step_parts import PARTS, StepParts
 from hyperion.models.llama import llama_flops_per_token, random_llama_shape
@@ -227,6 +229,24 @@ def test_each_round_of_launches_starts_with_another_framework(tmp_path, monkeypa
     framework_speed.run(context, lambda done, total, note="": None)
     twins = [framework_speed.TWIN, framework_speed.OTHER_TWIN]
     assert orders == [[*twins, *stacks], [*stacks[1:], *stacks[:1]], [*stacks[2:], *stacks[:2]], stacks]
+
+
+def test_frameworks_on_different_numbers_of_devices_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(FrameworkSpeedOptions, "device_count", lambda self, context: 8)
+    stacks = ["plain loop", "deepspeed zero-1"]  # the second one has two ranks
+    context = toy_context("framework_speed", SIZES | {"stacks": stacks, "launches": 1}, tmp_path)
+    options = FrameworkSpeedOptions.of(context)
+    assert {options.ranks_of(context, stack_named(name)) for name in stacks} == {1}
+    context = toy_context("framework_speed", SIZES | {"stacks": stacks, "launches": 1, "ranks": 2}, tmp_path)
+    with pytest.raises(HyperionError, match="different numbers of devices") as error:
+        framework_speed.run(context, lambda done, total, note="": None)
+    assert "'deepspeed zero-1': 2" in error.value.what and "set ranks to 1" in (error.value.next_step or "")
+
+
+def test_losses_that_are_no_numbers_are_never_equal():
+    one, other = (Record(**NO_RECORD | {"losses": losses}, step_times_s=[]) for losses in ([1.0, 2.0, float("nan")], [1.0] * 3))
+    assert math.isnan(loss_difference(one, other)) and math.isnan(loss_difference(other, one))
+    assert math.isnan(loss_tolerance([other, one], other))
 
 
 def test_the_first_half_of_the_steps_of_a_launch_is_warm_up():
