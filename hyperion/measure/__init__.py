@@ -12,7 +12,6 @@ from hyperion.measure.api.answers import TimeAnswer
 from hyperion.measure.api.counting import Uncounted
 from hyperion.measure.api.explain import explain
 from hyperion.measure.api.functions import compare, flops, memory, time
-from hyperion.measure.api.outputs import OutputMismatchError
 from hyperion.measure.api.relaunching import SIDES, Launched, Relaunched, relaunch
 from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.energy import Energy, energy_of
@@ -20,6 +19,7 @@ from hyperion.measure.clock.timing import HarnessError, Timing, time_function, t
 from hyperion.measure.clock.verify import (
     FORMATS,
     NumberFormat,
+    OutputMismatchError,
     Verification,
     error_of_rows,
     format_of,

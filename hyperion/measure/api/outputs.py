@@ -20,9 +20,9 @@ from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import HarnessError
+from hyperion.measure.clock.verify import OutputMismatchError
 
 # Largest relative Frobenius error between two correct computations that sum in different orders.
 OUTPUT_TOLERANCE = {
@@ -41,10 +41,6 @@ _CHUNK = 1 << 22
 _SAMPLE, _STATE_ELEMENTS, _STATE_TENSORS = 1 << 24, 1 << 10, 512
 # Largest number of objects, and largest nesting depth, in the search for tensors in a closure, in arguments and in globals.
 _MOST_OBJECTS, _DEPTH = 10_000, 5
-
-
-class OutputMismatchError(HyperionError):
-    """Raised when outputs cannot be compared: they differ in structure, shape or kind of number."""
 
 
 @dataclass(frozen=True)

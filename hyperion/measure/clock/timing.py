@@ -141,6 +141,8 @@ def time_interleaved(
 ) -> list[Timing]:
     """Time functions alternately (A B A B …), so that drift in clock frequency or temperature affects all of them alike.
 
+    On a host clock, the order of the functions is reversed after every four rounds, because the place in a round matters.
+
     Sampling stops when the 95 % confidence interval of each median is within 1 % of the median, or when the time limit is
     reached, but not before there are `minimum_samples` samples of each function.
 

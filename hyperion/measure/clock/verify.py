@@ -130,6 +130,10 @@ def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
         ) = before
 
 
+class OutputMismatchError(HyperionError):
+    """Raised when outputs cannot be compared: they differ in structure, shape or kind of number."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """The result of checking an output.
@@ -158,14 +162,35 @@ class Verification:
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the relative Frobenius error |output - reference| / |reference|, computed in float64.
+    """Return the relative Frobenius error |output - reference| / |reference|, computed in float64 or complex128.
 
     If the reference is 0, return |output - reference|. The result is NaN if the output contains NaN.
+
+    Raises:
+        OutputMismatchError: the tensors have different shapes, or one of the arguments is no tensor.
     """
-    reference = reference.double()
+    output, reference = _in_double(output, reference)
     scale = reference.norm().item()
-    difference = (output.double() - reference).norm().item()
+    difference = (output - reference).norm().item()
     return difference / scale if scale else difference
+
+
+def _in_double(output: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both tensors in float64, or in complex128 if one of them is complex."""
+    for name, one in (("output", output), ("reference", reference)):
+        if not isinstance(one, torch.Tensor):
+            raise OutputMismatchError(
+                f"the {name} is a {type(one).__name__} and no tensor", where=f"{name}=", next_step="pass torch.as_tensor(…)"
+            )
+    if output.shape != reference.shape:
+        # Broadcasting would compare each element with several others.
+        raise OutputMismatchError(
+            f"the output has the shape {list(output.shape)}, and the reference {list(reference.shape)}",
+            where="output=, reference=",
+            next_step="reshape one of them, or compare the same elements of both",
+        )
+    dtype = torch.complex128 if output.is_complex() or reference.is_complex() else torch.float64
+    return output.to(dtype), reference.to(dtype)
 
 
 def largest_error(errors: Iterable[float]) -> float:
@@ -183,10 +208,13 @@ def error_of_rows(output: torch.Tensor, reference: torch.Tensor, tolerance: floa
         output, reference: tensors of the same shape. Their rows are vectors along the last dimension.
         tolerance: largest allowed relative Frobenius error.
         size: norms by which the errors of the rows are divided. None means the norms of the rows of the reference.
+
+    Raises:
+        OutputMismatchError: the tensors have different shapes, or one of the arguments is no tensor.
     """
-    reference = reference.double()
+    output, reference = _in_double(output, reference)
     size = reference.norm(dim=-1) if size is None else size
-    error, worst = relative_error(output, reference), _worst_element((output.double() - reference).norm(dim=-1), size)
+    error, worst = relative_error(output, reference), _worst_element((output - reference).norm(dim=-1), size)
     return max(error, worst) if worst > _DEVIATIONS * tolerance else error
 
 

@@ -17,7 +17,8 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.api.answers import bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.measure.api.arguments import device_of
-from hyperion.measure.api.outputs import OUTPUT_TOLERANCE, OutputMismatchError, call_from_seed
+from hyperion.measure.api.outputs import OUTPUT_TOLERANCE, call_from_seed
+from hyperion.measure.clock.verify import OutputMismatchError
 from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mine"}

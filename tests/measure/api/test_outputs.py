@@ -19,8 +19,9 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import HarnessError
 from hyperion.measure.api import functions, outputs, unfinished_work
-from hyperion.measure.api.outputs import OutputMismatchError, Returned, captured_tensors, difference, element_tolerance
+from hyperion.measure.api.outputs import Returned, captured_tensors, difference, element_tolerance
 from hyperion.measure.api.unfinished_work import WorkLeft, require_nothing_left
+from hyperion.measure.clock.verify import OutputMismatchError
 from hyperion.results import RowError
 from hyperion.results.statistics import order_interval
 

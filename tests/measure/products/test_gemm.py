@@ -1,10 +1,20 @@
 """Products are right, and a wrong one is caught by the check that every production measurement runs."""
 
+import numpy as np
 import pytest
 import torch
 
 from hyperion.hardware import detect_cpu
-from hyperion.measure import FORMATS, Gemm, error_of_rows, largest_error, matmul_precision, relative_error, verify_product
+from hyperion.measure import (
+    FORMATS,
+    Gemm,
+    OutputMismatchError,
+    error_of_rows,
+    largest_error,
+    matmul_precision,
+    relative_error,
+    verify_product,
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +69,17 @@ def test_precision_flags_are_given_back(cpu):
 
 def test_relative_error_of_nothing_and_of_nan():
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
+    wave = torch.randn(8, 8, dtype=torch.complex128)
+    real = torch.complex(wave.real, torch.zeros(8, 8, dtype=torch.float64))
+    lost = (wave.imag.norm() / wave.norm()).item()
+    assert relative_error(real, wave) == relative_error(real.real, wave) == pytest.approx(lost)  # an imaginary part that is lost
+    assert error_of_rows(real.to(torch.complex64), wave, 1e-3) >= lost - 1e-6
+    for output, reference in ((torch.ones(1, 8), torch.ones(64, 8)), (torch.ones(8, 1), torch.ones(8))):
+        for compare in (relative_error, lambda *pair: error_of_rows(*pair, 0.1)):
+            with pytest.raises(OutputMismatchError, match="has the shape"):
+                compare(output, reference)
+    with pytest.raises(OutputMismatchError, match="the output is a ndarray and no tensor"):
+        relative_error(np.ones(3), torch.ones(3))
     assert not relative_error(torch.tensor([float("nan")]), torch.ones(1)) <= 1e9
     assert not largest_error([0.1, float("nan")]) <= 1e9 and largest_error([0.1, 0.2]) == 0.2
 
