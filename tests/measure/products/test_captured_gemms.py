@@ -307,7 +307,7 @@ def test_a_batch_is_verified_to_its_last_product():
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 4])
-def test_one_wrong_product_of_a_batch_is_caught_wherever_it_is(wrong):
+def test_a_wrong_first_middle_or_last_product_of_a_batch_is_caught(wrong):
     class Wrong(BatchedGemm):
         def __call__(self):
             product = super().__call__()
