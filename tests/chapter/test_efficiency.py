@@ -5,15 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.chapter import efficiency
 from hyperion.chapter.context import Context, Forecast
 from hyperion.chapter.efficiency import (
     COLLECTIVE,
     EAGER_STEP,
+    OWN_PRODUCT,
     PRODUCT,
     REFERENCE_STEP,
     TRAINING_STEP,
     Curve,
     Work,
+    _own_curve,
     curve_of,
     expected_product,
     expected_share,
@@ -205,6 +208,13 @@ def test_a_run_with_its_own_products_predicts_from_them(on, references):
     few = [row for row in squares if row.params["m"] > 2048]
     for some in (few, [*few, *few]):  # repetitions of a size are no further sizes
         assert own_product_curve(some, detect(facts("H200")), "bf16") is None
+
+
+def test_the_spread_of_a_runs_own_curve_is_that_of_curves_of_its_kind(monkeypatch):
+    curve = Curve("sm_90", OWN_PRODUCT, "", 0.0, 1.0, 1.0, 0.2, 9, "")
+    monkeypatch.setattr(efficiency, "_stored", lambda: {1: curve, 2: replace(curve, kind=COLLECTIVE, spread=3.0)})
+    points = [(Work(amount, amount, amount), 2 * amount) for amount in (1.0, 2.0, 3.0)]
+    assert _own_curve(OWN_PRODUCT, "bf16", points).spread == 0.2
 
 
 def test_rows_of_a_busy_machine_or_of_hot_caches_are_not_part_of_a_runs_own_curve(references):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hyperion.checkpoints import CheckpointError, checkpoint_path, newest_good, saving, verify
+from hyperion.checkpoints.folders import _put_back
 from tests.checkpoints.single import load, load_latest, save
 
 
@@ -69,6 +70,14 @@ def test_a_kill_while_a_step_is_replaced_costs_nothing(tmp_path):
     assert newest_good(tmp_path, lambda path: verify(path)["step"]) == 1
     put(tmp_path, 1, b"new")
     assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_folder_that_is_no_checkpoint_does_not_replace_one(tmp_path):
+    path = put(tmp_path, 3)
+    replaced = path.rename(tmp_path / ".replaced-step-00000003")
+    path.mkdir()
+    _put_back(tmp_path)
+    assert (replaced / "part" / "data.bin").read_bytes() == b"content"
 
 
 def truncate(path):

@@ -222,6 +222,13 @@ def test_what_does_not_fit_is_refused():
         InstructionBatches(other, 8).load_state_dict(state)
 
 
+def test_a_state_of_rows_of_another_length_is_refused():
+    lines = np.array([[4 * n, 4] for n in range(10)])
+    short, long = (PaddedBatches(TOKENS, lines, length, 2, 0) for length in (8, 16))
+    with pytest.raises(DataError, match="has sequence_length 8, but this loader has sequence_length 16"):
+        long.load_state_dict(short.state_dict())
+
+
 SIZES = np.random.default_rng(0).integers(1, 12, 90)
 
 
@@ -264,6 +271,12 @@ def test_any_number_of_workers_gives_the_same_batches_and_resumes_in_mid_epoch(t
         second.load_state_dict(state)
         assert all(equal(second.next_batch(), batch) for batch in expected[taken:])
         assert second.state_dict() == plain.state_dict() and second.waited_s > 0
+
+
+def test_every_worker_has_a_batch_to_make():
+    with Prefetched(_language(), workers=2, ahead=0) as batches:
+        assert batches.ahead == 2
+        assert torch.equal(batches.next_batch()[0], _language().next_batch()[0])
 
 
 def test_a_loop_over_epochs_ends_with_each(tokens):

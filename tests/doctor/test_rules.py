@@ -20,7 +20,7 @@ from hyperion.data.store.folders import write_manifest
 from hyperion.doctor.batches import largest_fitting, load_step
 from hyperion.doctor.checks import check_torch_build
 from hyperion.doctor.preflight import Need, check_preflight, workloads
-from hyperion.doctor.rules import apply_rules, rules
+from hyperion.doctor.rules import _has_code, apply_rules, rules
 from hyperion.doctor.state import DeviceState, State, machine_settings, memory_errors, pcie_link, read_state, startup_settings
 from hyperion.engines.environments import environment_folder
 from hyperion.errors import HyperionError
@@ -327,6 +327,11 @@ def test_the_masks_that_the_runtime_of_the_build_reads_are_blamed(changes, rule)
     assert findings(**changes).keys() == {rule}
 
 
+def test_an_index_that_does_not_exist_is_a_gpu_that_was_expected():
+    found = findings(**variables(HIP_VISIBLE_DEVICES="0,1,7"))
+    assert "torch sees 2 of 3 GPUs" in found["partly_masked"].evidence
+
+
 def test_the_gpu_of_a_processor_may_be_hidden_and_is_not_missed():
     node = kernel(amd_archs=("gfx90a", "gfx1036"))
     assert findings(**node, device_archs=("gfx90a", "gfx1036")).keys() == {"integrated_gpu"}
@@ -334,6 +339,19 @@ def test_the_gpu_of_a_processor_may_be_hidden_and_is_not_missed():
     assert findings(**node, device_archs=("gfx90a",), **variables(HIP_VISIBLE_DEVICES="0")) == {}
     wrong = findings(**node, device_archs=("gfx1036",), **variables(HIP_VISIBLE_DEVICES="1"))
     assert "torch sees 1 of 2 GPUs" in wrong["partly_masked"].evidence
+
+
+@pytest.mark.parametrize(
+    ("arch", "names", "runs"),
+    [
+        ("sm_89", {"sm_80"}, True),
+        ("sm_90", {"sm_80", "sm_86"}, False),
+        ("sm_120", {"sm_100"}, False),
+        ("sm_90", {"compute_80"}, True),
+    ],
+)
+def test_binary_code_runs_on_its_major_version_and_ptx_on_later_ones_too(arch, names, runs):
+    assert _has_code(arch, names) == runs
 
 
 def test_an_unsupported_gpu_is_no_reason_to_use_the_cpu_if_another_gpu_is_usable():
@@ -390,6 +408,11 @@ def test_a_quantity_that_a_gpu_does_not_report_is_not_ok(rule):
     result = rule.apply(replace(HEALTHY, devices=(blind, cause["devices"][1])))
     assert result.result == rule.severity and text in result.evidence
     assert rule.apply(replace(HEALTHY, **CPU)).result == "ok"
+
+
+def test_memory_in_use_is_measured_against_the_memory_of_its_own_gpu():
+    small = replace(GPU, free_gib=10.0, total_gib=16.0)
+    assert findings(devices=(GPU, small))["memory_used_by_others"].evidence.endswith("GPU 1: 6.0 GiB")
 
 
 def test_uncorrected_errors_of_both_vendors_are_read(tmp_path):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from hyperion.cli import app
 from hyperion.commands.monitor import csv_text, energy_line, plot_png, run_watched, summary_lines
 from hyperion.errors import HyperionError
+from hyperion.hardware import monitoring
 from hyperion.hardware.monitoring import (
     COLUMNS,
     Monitor,
@@ -216,6 +217,12 @@ def test_a_machine_without_a_gpu_watches_its_cpu(tmp_path):
         pass
     reading = read()
     assert 10 < reading.utilization_percent <= 100 and 0 < reading.memory_bytes < device.memory_bytes * 2
+
+
+def test_the_memory_in_use_on_a_cpu_is_what_is_not_available(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitoring.psutil, "virtual_memory", lambda: SimpleNamespace(total=64, available=16))
+    (device,) = system_devices(tmp_path, NoNvml())
+    assert monitor_reader(device)().memory_bytes == 48.0
 
 
 def series(*powers: float | None, counter: bool = False, load: tuple[float | None, float | None] = (None, None), **changes):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.telemetry import (
     NVML_SLOWDOWNS,
+    _read_nvml,
     amd_reader,
     cpu_reader,
     gcd_position,
@@ -174,6 +175,23 @@ def test_nvml_finds_the_gpu_by_uuid_or_address_never_by_index():
     assert nvml_handle(nvml, dataclasses.replace(device, uuid=None)) == "by address"
     assert nvml_handle(nvml, dataclasses.replace(device, uuid=None, pci_address=None)) is None
     assert asked == ["GPU-64654e92-a282-8d45-eb16-fb2f7ea2b584", "0000:c1:00.0"]
+
+
+def test_nvmls_milliwatts_and_millijoules_become_watts_and_joules():
+    nvml = SimpleNamespace(
+        NVMLError=KeyError,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlDeviceGetClockInfo=lambda handle, clock: {1: 1980, 2: 2619}[clock],
+        nvmlDeviceGetPowerUsage=lambda handle: 700_000,
+        nvmlDeviceGetTemperature=lambda handle, sensor: 45,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x04,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 12_345_000,
+    )
+    found = _read_nvml(nvml, "handle")
+    assert (found.clock_mhz, found.memory_clock_mhz, found.power_w, found.temperature_c) == (1980, 2619, 700.0, 45)
+    assert (found.throttle, found.energy_j) == ("sw_power_cap", 12_345.0)
 
 
 def test_an_nvidia_gpu_that_nvml_does_not_know_is_null_with_nvmls_reason():

@@ -1,4 +1,5 @@
 import os
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,7 @@ from hyperion.data.store.folders import staged, write_manifest
 from hyperion.errors import HyperionError
 from hyperion.experiments.memory.memory_trace import KERNELS, SNAPSHOT, TRACE
 from hyperion.reproduce import housekeeping
-from hyperion.reproduce.housekeeping import removable, remove
+from hyperion.reproduce.housekeeping import _is_live, removable, remove
 from hyperion.reproduce.runs import claimed_run
 from hyperion.results import Row, Run
 
@@ -197,6 +198,18 @@ def test_a_run_that_changed_within_the_hour_stays(checkout, monkeypatch):
         for name in [".", *folders, *files]:
             os.utime(Path(place, name), (0, 0))
     assert names(checkout, runs=True) == CACHES | {"results/latest", "results/old"}
+
+
+def test_a_run_is_as_new_as_its_newest_file(tmp_path):
+    file = tmp_path / "checkpoints" / "log.json"
+    file.parent.mkdir()
+    file.write_text("{}")
+    before_s = time.time() - 7200
+    for path in (file, file.parent, tmp_path):
+        os.utime(path, (before_s, before_s))
+    assert not _is_live(tmp_path)
+    os.utime(file)
+    assert _is_live(tmp_path)
 
 
 def test_what_a_killed_writer_left_is_removed_with_its_run(checkout):

@@ -1,6 +1,7 @@
 """Comparing launches: a real slowdown is confirmed, noise is not, and nothing that differs or is missing stays unsaid."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -8,6 +9,7 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run, circumstances, compare, relaunches, why_indicative
+from hyperion.results.compare import Comparison, sensitivity
 
 NOISE = 0.01
 COMMON = {"notebook": "nb", "experiment": "e", "n": 30, "limit_source": "none known"}
@@ -78,6 +80,17 @@ def test_ordinary_runs_and_few_launches_are_indicative(launched, count, call, wh
     assert all(c.p_value is None and c.power is None for c in comparisons)
     assert not {"regression", "improvement"} & set(verdicts(comparisons).values())
     assert why in why_indicative(*sides)
+
+
+def test_one_launch_a_side_has_no_spread(tmp_path):
+    a, b = (recorded(tmp_path / name, [timed("v", seconds)]) for name, seconds in (("a", 1.0), ("b", 1.2)))
+    (found,) = compare([a], [b])
+    assert found.spread is None
+
+
+def test_the_change_that_is_confirmed_is_that_of_the_lower_one_of_two_values():
+    one = Comparison("e v", "step_time_s", 1.0, 1.0, 0.0, 0.01, 1.0, "same", power=0.4, detectable=0.04)
+    assert sensitivity([one, replace(one, detectable=None)]).endswith("probability of 80 %: 4.0%")
 
 
 def test_few_launches_of_one_side_are_indicative(launched):

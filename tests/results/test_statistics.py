@@ -15,7 +15,7 @@ from hyperion.results import (
     proportion_estimate,
     ratio_estimate,
 )
-from hyperion.results.statistics import fenced, launches_estimate, randomization_test, side_contrasts
+from hyperion.results.statistics import fenced, launches_estimate, log_deviations, randomization_test, side_contrasts
 
 
 def coverage(truth, estimates):
@@ -121,6 +121,10 @@ def test_a_mean_of_few_against_students_table():
         mean_estimate([1.0])
 
 
+def test_each_of_two_sets_takes_a_degree_of_freedom_from_their_deviation():
+    assert log_deviations(np.array([[0.0], [2.0], [5.0], [7.0]]), 2) == pytest.approx([math.sqrt(2)])
+
+
 def test_a_randomization_test_against_all_divisions_by_hand():
     # Two launches a side: 6 divisions, 3 but for the sign. Of the first value only the observed one separates 0, 0 from 1, 1;
     # the second one is separated by another division, so that alone it has p = 1.
@@ -195,6 +199,12 @@ def test_series_that_are_not_pairs_are_resampled_at_different_positions():
     assert found.ci_low < 0.99 and found.ci_high > 1.01  # at the same positions, each ratio would be exactly 1
 
 
+def test_the_series_of_a_function_of_medians_are_resampled_at_different_positions():
+    samples = np.random.default_rng(6).lognormal(0, 0.1, 40)
+    (found,) = estimates_of_medians([samples, samples], lambda medians: [medians[1] / medians[0]])
+    assert found.ci_low < 0.99 and found.ci_high > 1.01
+
+
 @pytest.mark.slow
 def test_a_fit_through_medians_covers_the_true_line():
     random, x = np.random.default_rng(3), np.array([1.0, 2.0, 5.0])
@@ -219,3 +229,8 @@ def test_the_interval_over_launches_covers_their_median_and_one_launch_has_its_o
         estimates = [launches_estimate(trial, [(value, value) for value in trial]) for trial in trials]
         # Five launches: the range contains the median with 93.75 %. Less than 91 % of 400 trials has a probability below 2 %.
         assert coverage(10, estimates) >= 0.91, launches
+
+
+def test_the_error_within_a_launch_is_added_to_the_value_of_this_launch_only():
+    found = launches_estimate([0.0, 100.0], [(None, None), (80.0, 120.0)])
+    assert found.ci_low == 0.0 and found.ci_high > 100.0

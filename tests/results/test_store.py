@@ -197,6 +197,14 @@ def test_predictions_after_the_first_sample_are_refused(new_run, samples):
     run.verify()
 
 
+def test_predictions_for_other_inputs_are_not_those_of_the_experiment(new_run, samples):
+    run = new_run()
+    made = {"made_at": "2026-01-01T00:00:02.000+00:00"}
+    run.predict([prediction(**made), prediction(variant="w", input_hash="of other sizes", **made)])
+    run.record("nb", "e", [], samples, input_hash="h", started_at="2026-01-01T00:00:03.000+00:00")
+    assert "predictions.json" in run.verify()
+
+
 def test_rates_that_earlier_versions_stored_as_predictions_are_ceilings():
     assert prediction().is_ceiling and not prediction(estimate=None).is_ceiling
     assert not prediction(metric="samples_per_s").is_ceiling

@@ -12,6 +12,7 @@ import torch
 
 from hyperion.checkpoints import read_state, write_state
 from hyperion.hardware import Device, detect_cpu
+from hyperion.measure.memory_use.tensor_memory import PeakMemory
 from hyperion.training import EpochRecord, History, Interrupted, StopFlag, clocks, mean_over_ranks
 from hyperion.training.clocks import SYNC_STEPS, UNTIMED_STEPS, EpochMeter, Pulse
 
@@ -166,6 +167,22 @@ def test_the_largest_memory_that_the_allocator_held_is_kept(monkeypatch):
         meter.start()
         meter.pause()
     assert (meter.results()["peak_memory_gib"], meter.results()["reserved_memory_gib"]) == (1.0, 3.0)
+
+
+def test_the_peak_of_an_epoch_is_that_of_its_largest_part(monkeypatch):
+    peaks = iter([2.0, 3.0, 1.0])
+
+    class Region(clocks.PeakMemoryRegion):
+        def __exit__(self, *exception):
+            super().__exit__(*exception)
+            self.peak = PeakMemory("peak_rss_gib", next(peaks))
+
+    monkeypatch.setattr(clocks, "PeakMemoryRegion", Region)
+    meter = EpochMeter(detect_cpu())
+    for _ in range(3):
+        meter.start()
+        meter.pause()
+    assert meter.results()["peak_memory_gib"] == 3.0
 
 
 def test_a_pause_is_not_timed():

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import ImageEngine, Precision, WarmupCosine, sgd_nesterov
+from hyperion.training import engine as engines
 from hyperion.training.engine import _why_not_captured
 from tests.training.small import small_batches, small_engine
 
@@ -75,6 +77,15 @@ def test_gradients_that_something_else_left_do_not_count():
         engine.train_step(batch)
     for ours, theirs in zip(*(engine.model.parameters() for engine in engines), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_rank_whose_part_of_a_batch_is_padding_has_the_loss_zero(monkeypatch):
+    engine = small_engine()
+    engine.ranks = 2
+    monkeypatch.setattr(engines, "start_sum", lambda values, ranks: lambda: values + 5)  # the other rank has five items
+    inputs_BT, targets_BT = small_batches().next_batch()
+    metrics = engine.train_step((inputs_BT, torch.full_like(targets_BT, IGNORE_INDEX)))
+    assert (int(metrics.items), int(metrics.rank_items), metrics.rank_loss.item()) == (5, 0, 0.0)
 
 
 def test_groups_with_different_learning_rates_are_refused():

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,18 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, allocated_peak, bytes_of, state_of
-from hyperion.models import transformer
+from hyperion.models import TransformerConfig, transformer
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
 from hyperion.training import LanguageEngine
-from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, fewest_checkpointed, largest_batch
+from hyperion.training.memory_estimate import (
+    BLOCK_BYTES,
+    _KernelBytes,
+    estimate_memory,
+    fewest_checkpointed,
+    language_activations,
+    largest_batch,
+)
 from hyperion.workloads.workloads import ImageSizes, LanguageSizes, random_batch, workload
 
 CPU = detect_cpu()
@@ -147,6 +155,20 @@ def test_parts_are_those_of_the_model():
     assert estimate.parts["optimizer state"] == pytest.approx(2 * weights, rel=1e-3)  # and a counter for each parameter
     assert estimate.parts[ACTIVATIONS] == pytest.approx(work.activations(False).saved(), rel=0.02)
     assert sum(estimate.history.at(estimate.history.fullest()).values()) == estimate.peak_bytes
+
+
+@pytest.mark.parametrize(("sixteen_bit", "each", "copies"), [(False, 4, 0), (True, 2, 2)])
+def test_the_head_saves_its_inputs_its_logits_and_in_16_bits_a_copy_of_its_weight(sixteen_bit, each, copies):
+    B, T, D, V = 2, 8, 16, 64
+    config = TransformerConfig(vocab_size=V, context=T, width=D, heads=2, layers=2)
+    head = language_activations(config, B, T, sixteen_bit).head
+    assert head == 2 * each * B * T * D + 4 * B * T * V + copies * V * D
+
+
+def test_the_backward_pass_of_flash_attention_needs_float32_gradients_of_the_queries_and_one_value_each():
+    operator = SimpleNamespace(_schema=SimpleNamespace(name="aten::_scaled_dot_product_flash_attention_backward"))
+    query = torch.empty(2, 3, 5, 8)
+    assert _KernelBytes(None)(operator, (query, query)) == 4 * 2 * 3 * 5 * 8 + 4 * 2 * 3 * 5
 
 
 @pytest.mark.parametrize("memory", [99, 100, 109, 110, 1234, 5000, 10**6])

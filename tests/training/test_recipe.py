@@ -287,6 +287,15 @@ def test_the_state_survives_a_file(tmp_path):
     assert draws() == expected
 
 
+def test_the_state_includes_the_second_of_two_normal_numbers_that_numpy_keeps():
+    seed_everything(0)
+    np.random.standard_normal()
+    state = rng_state()
+    drawn = np.random.standard_normal(3).tolist()
+    set_rng_state(state)
+    assert np.random.standard_normal(3).tolist() == drawn
+
+
 @pytest.fixture
 def restore_determinism():
     before = torch.are_deterministic_algorithms_enabled()

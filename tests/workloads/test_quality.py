@@ -79,3 +79,12 @@ def test_equal_models_have_an_interval_that_is_not_a_point():
     mixed[np.flatnonzero(~hits)[:30]] = True
     both = accuracy_difference(mixed, hits)
     assert both.value == 0 and both.ci_high - both.ci_low > lost.ci_high - lost.ci_low
+
+
+def test_the_interval_of_an_accuracy_difference_by_hand():
+    original = np.arange(100) < 60
+    hits = original.copy()
+    hits[:1], hits[97:] = False, True  # one lost, three gained
+    found = accuracy_difference(hits, original)
+    half = 1.959964 * math.sqrt(5 - 2**2 / 102) / 102
+    assert (found.value, found.ci_low, found.ci_high) == pytest.approx((0.02, 2 / 102 - half, 2 / 102 + half))

@@ -87,6 +87,7 @@ def test_the_limit_counts_what_must_be_computed_and_the_mfu_what_is_counted_by_c
     assert rows["tokens_per_s"].limit == pytest.approx(items / floor_s)
     assert rows["tokens_per_s"].value == pytest.approx(items / seconds)
     assert rows["mfu"].value == pytest.approx(flops.forward_backward * items / seconds / (of_h100.published_tflops * 1e12))
+    assert rows["mfu"].limit == pytest.approx(of_h100.limit_tflops / of_h100.published_tflops) and rows["mfu"].limit > 1
 
 
 @pytest.mark.parametrize("products", ["tf32", "fp32"])

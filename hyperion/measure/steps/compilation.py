@@ -145,7 +145,7 @@ def measure_compilation(
         compile_time_s=sum(seconds) - len(seconds) * min(seconds),
         first_calls_s=tuple(seconds),
         # A recompilation for other shapes creates another graph of the same code, which is not counted.
-        graphs=counters["stats"]["unique_graphs"] - len(_recompiles()),
+        graphs=counters["stats"]["unique_graphs"] - _recompiled_graphs(),
         break_reasons=_break_reasons(),
         recompiles=tuple(_recompiles()),
         kernel_calls=calls,
@@ -247,6 +247,13 @@ def _recompiles() -> list[str]:
     from torch._dynamo.utils import get_compilation_metrics
 
     return [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
+
+
+def _recompiled_graphs() -> int:
+    """Return the number of graphs that recompilations created. Code without a graph, such as that before a break, has none."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return sum(bool(metrics.recompile_reason and metrics.graph_op_count) for metrics in get_compilation_metrics())
 
 
 def _break_reasons() -> dict[str, int]:

@@ -27,6 +27,7 @@ from hyperion.experiments.inference.backends import (
     why_absent,
     why_no_migraphx,
 )
+from hyperion.experiments.inference.claims import runtime_quality_claims
 from hyperion.experiments.inference.runtimes import RuntimesOptions, output_tolerance
 from hyperion.experiments.quantization import onnx_int8
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace_linears
@@ -34,6 +35,7 @@ from hyperion.hardware import Telemetry, detect_cpu
 from hyperion.measure import FORMATS, Timing, Verification
 from hyperion.measure.steps.profiled import profiled
 from hyperion.processes.job import JobError
+from hyperion.results import Row
 from hyperion.results.rows import UNEXPECTED, canonical_params
 from hyperion.workloads import batch_times
 from hyperion.workloads.onnx_sessions import CPU_PROVIDER, SPINNING, Session, require_provider, why_no_gpu_provider, why_no_onnx
@@ -288,6 +290,20 @@ def test_a_wrong_model_in_16_bits_has_no_value(material, fault):
     assert len(rows) == 2
     for row in rows:
         assert row.value is None and row.value_reason.startswith(UNEXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "holds"),
+    [
+        ("perplexity_ratio", 0.99, False),
+        ("perplexity_ratio", 1.01, False),
+        ("perplexity_ratio", 0.9999, True),
+        ("accuracy_difference", -0.01, False),
+    ],
+)
+def test_a_quality_that_changes_in_either_direction_refutes_its_claim(metric, value, holds):
+    row = Row(notebook="n", experiment="runtimes", variant=ORT_CPU, metric=metric, value=value, params={"model": "lm"})
+    assert [claim[0] for claim in runtime_quality_claims([row])] == [holds]
 
 
 def test_in_16_bits_an_eager_mode_with_a_large_error_does_not_widen_the_tolerance(material):

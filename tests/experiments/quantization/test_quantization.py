@@ -512,6 +512,13 @@ def test_rows_of_twins_that_failed_their_check_refute_a_claim():
         assert all(holds for holds, _ in training_claims([passed]))
 
 
+@pytest.mark.parametrize(("before", "after", "holds"), [(3.0, 2.0, True), (2.0, 3.0, False)])
+def test_a_held_out_loss_that_rises_refutes_its_claim(before, after, holds):
+    about = {"notebook": "n", "experiment": "qlora", "variant": qlora.QLORA, "metric": "validation_loss"}
+    rows = [Row(**about, value=value, params={"step": step}) for step, value in ((0, before), (10, after))]
+    assert [claim[0] for claim in training_claims(rows)] == [holds]
+
+
 def test_without_bitsandbytes_the_twins_have_reasons(tmp_path, monkeypatch):
     monkeypatch.setattr(qlora, "why_no_bitsandbytes", lambda device: "unavailable: made up")
     rows = perform(toy_context("qlora", QLORA, tmp_path), tmp_path).rows

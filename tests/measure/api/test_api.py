@@ -14,8 +14,9 @@ from torch import nn
 
 from hyperion import measure
 from hyperion.errors import HyperionError
-from hyperion.hardware import detect_cpu
-from hyperion.measure.api.answers import bytes_text, estimate_text, flops_text, seconds_text
+from hyperion.hardware import Telemetry, detect_cpu
+from hyperion.measure import Timing
+from hyperion.measure.api.answers import ComparisonAnswer, _doubts, bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.measure.api.arguments import device_of
 from hyperion.measure.api.outputs import OUTPUT_TOLERANCE, call_from_seed
 from hyperion.measure.clock.verify import OutputMismatchError
@@ -37,6 +38,10 @@ def sleeper(milliseconds, returns=None):
 def stored(*rows):
     """The rows as they come back from disk, where every rule is applied to them."""
     return rows_from_csv(rows_to_csv(rows))
+
+
+def timing_of(*samples):
+    return Timing(np.array(samples), (1.0,), True, False, "interval", Telemetry())
 
 
 # Numbers in words
@@ -87,6 +92,12 @@ def test_calls_in_a_row_are_one_sample():
     assert len(calls) >= 7 * len(answer.timing.samples_s)
 
 
+def test_five_samples_are_too_few_for_an_interval_of_95_percent():
+    said = "the range of 5 samples contains the median with a probability of 94 %, not 95 %"
+    assert _doubts(timing_of(*[1.0] * 5), None, 3) == [said]
+    assert _doubts(timing_of(*[1.0] * 6), None, 3) == []
+
+
 @pytest.mark.slow
 def test_an_unsteady_function_is_not_called_settled():
     pauses = iter(range(10_000))
@@ -121,6 +132,11 @@ def test_the_same_function_twice_shows_no_difference():
     answer = replace(answer, timings=timings)
     assert answer.ratio.ci_low <= 1 <= answer.ratio.ci_high
     assert answer.verdict.startswith("no difference shown: the speed of A is ")
+
+
+def test_the_interval_of_few_pairs_reaches_from_the_slowest_of_one_to_the_fastest_of_the_other():
+    timings = timing_of(*[1.0] * 8, 2.0), timing_of(*[1.0] * 9)
+    assert ComparisonAnswer(("a", "b"), timings, detect_cpu(), None, "", 3, ()).ratio.ci_low == 0.5
 
 
 def test_outputs_are_compared_in_float64_and_the_error_is_the_row_s_check():

@@ -116,6 +116,17 @@ def test_short_calls_are_sampled_in_one_batch_and_so_are_those_that_meet_other_r
     assert len(calls) == 2 + 80 + 40 + 80, "an extra call before each sample; the first slow function decides"
 
 
+def test_the_extra_call_before_a_batch_is_of_the_function_that_precedes_the_first_one(gpu):
+    order = []
+    _EventClock(gpu, 80_000, separate=False).sample([lambda: order.append("a"), lambda: order.append("b")], None, 2)
+    assert order == ["b", "a", "b", "a", "b"]
+
+
+def test_work_that_the_device_still_has_does_not_count_for_the_time_of_the_host(gpu):
+    gpu.launch(10 * WORK_NS)
+    assert not _EventClock(gpu, 80_000)._outlasts_the_spin(gpu.synchronize)
+
+
 @pytest.mark.parametrize("calls", [1, 10])
 def test_blocks_on_the_host_s_clock_end_with_the_device_idle(gpu, calls):
     (samples,) = WallClock(gpu, calls).sample([gpu.launch], None, 4)

@@ -105,6 +105,21 @@ def test_a_series_with_a_minimum_span_shows_a_later_change_and_keeps_some_hundre
     assert len(timing_of(minimum_span_s=3.0, minimum_samples=1000).samples_s) >= 1000
 
 
+def test_the_samples_kept_of_a_long_series_are_of_its_whole_span(cpu):
+    calls = itertools.count()
+    long = time_function(
+        lambda: 0.001 if next(calls) < 1000 else 0.002, cpu, cold=False, clock=ScriptedClock(), minimum_span_s=3.0
+    )
+    assert 0.4 < np.mean(long.samples_s == 0.002) < 0.6
+
+
+@pytest.mark.parametrize("budget_s", [0.40, 0.42, 0.44, 0.46, 0.48, 0.50])
+def test_a_budget_includes_the_warm_up(cpu, budget_s):
+    clock, restless = ScriptedClock(), itertools.cycle([0.029, 0.031]).__next__
+    time_function(restless, cpu, cold=False, budget_s=budget_s, clock=clock)
+    assert clock.now_s <= budget_s + 0.005
+
+
 @pytest.mark.parametrize("span_s", [-0.1, 5.1, math.nan])
 def test_a_minimum_span_must_fit_into_the_time_limit(cpu, span_s):
     with pytest.raises(HyperionError, match=r"minimum_span_s is .* not between 0 and the time limit, 5\.0 s"):
@@ -135,6 +150,11 @@ def test_blocks_of_calls_in_a_row_give_the_mean_call_and_alternate(cpu):
     assert sampled == (eight_rounds * rounds)[: 6 * rounds]
     assert slow_timing.samples_s.min() >= 0.002  # a sleep never ends early: the mean of three is one call, not the block
     assert 3 * slow_timing.samples_s.sum() <= elapsed
+
+
+def test_the_warm_up_too_is_that_of_one_call():
+    timing = Timing(np.array([2.0, 4.0]), (6.0, 4.0), True, False, "interval", Telemetry()).per_call(2)
+    assert timing.samples_s.tolist() == [1.0, 2.0] and timing.warmup_s == (3.0, 2.0)
 
 
 def test_calls_in_a_row_cannot_each_find_a_cold_cache(cpu):

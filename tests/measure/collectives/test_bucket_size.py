@@ -52,6 +52,10 @@ def test_beyond_what_was_measured_it_says_so():
     assert "beyond the largest size measured, 2 GiB" in text
 
 
+def test_within_what_was_measured_there_is_no_warning():
+    assert recommended_bucket(fitted(20e-6, 300), "all_reduce", 1.0, SIZES).reason == ""
+
+
 def test_times_that_bend_are_said_to():
     crossing = [size / 1e9 for size in SIZES]
     times = [[(2e-5 + gb / 100) * (3 if 5 < place < 9 else 1)] * 30 for place, gb in enumerate(crossing)]

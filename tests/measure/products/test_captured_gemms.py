@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import sqrt
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.clock import timing
 from hyperion.measure.products.dispatch import Product, count_operations, dispatched, shapes_only
-from hyperion.measure.products.taf import BatchedGemm, CapturedGemms, TimedProduct, gemms_of, measure_products, taf
+from hyperion.measure.products.taf import BatchedGemm, CapturedGemms, TimedProduct, _refusal, gemms_of, measure_products, taf
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_image, flops_per_token, reference_model, resnet18
 from hyperion.results import Estimate
 
@@ -275,6 +276,12 @@ def test_a_format_that_the_device_lacks_is_left_out_with_the_reason():
     assert measure_products(CapturedGemms({b: 1}, {}), CPU, time_limit_s=1.0)[b].startswith("unsupported: TF32")
 
 
+def test_a_scaled_format_has_no_batched_product():
+    device = SimpleNamespace(supports=lambda dtype: (True, ""))
+    refusals = [_refusal(Product("matmul", batch, 16, 16, 16, "int8", "NN", 1536), device) for batch in (1, 2)]
+    assert refusals == ["", "int8 has no batched product to time"]
+
+
 def test_float64_operands_of_a_batch_use_all_of_their_bits():
     a_BMK = BatchedGemm(2, 32, 8, 32, "fp64", CPU).a_BMK
     assert (a_BMK.float().double() != a_BMK).float().mean() > 0.99
@@ -297,6 +304,18 @@ def test_a_batch_is_verified_to_its_last_product():
             return torch.bmm(self.a_BMK[[0, 0, 0]], self.b_BKN[[0, 0, 0]], out=self.c_BMN)
 
     assert not RepeatsTheFirst(3, 8, 8, 16, "fp32", CPU).measure(time_limit_s=0.05)[1].passed
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 4])
+def test_a_wrong_first_middle_or_last_product_of_a_batch_is_caught(wrong):
+    class Wrong(BatchedGemm):
+        def __call__(self):
+            product = super().__call__()
+            product[wrong] *= 2
+            return product
+
+    _, verification = Wrong(5, 8, 8, 8, "fp32", CPU).measure(cold=False, time_limit_s=0.02)
+    assert not verification.passed
 
 
 def test_a_linear_layer_and_an_activation_by_hand():

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +98,36 @@ def test_a_recompilation_is_no_graph_break():
     captured(torch.zeros(2))
     captured(torch.zeros(3))
     assert len(_recompiles()) == 1 and "size mismatch" in _recompiles()[0]
+
+
+class Counting(torch.nn.Module):
+    """Its first calls change an attribute that the compiled code contains as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls = min(self.calls + 1, 2)
+        return x * self.calls
+
+
+def counting_outside_of_the_graph():
+    """Dynamo does not trace the assignment: the code before it is compiled again too, and has no graph."""
+    holder = SimpleNamespace(calls=0)
+
+    def changing(x):
+        holder.calls = min(holder.calls + 1, 2)
+        return x * holder.calls
+
+    return changing
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("make", "recompiles"), [(Counting, 2), (counting_outside_of_the_graph, 3)])
+def test_graphs_are_those_of_the_first_compilation_of_each_code(cpu, make, recompiles):
+    _, compilation = measure_compilation(make(), (torch.ones(4),), "default", cpu)
+    assert (compilation.graphs, len(compilation.recompiles), compilation.graph_breaks) == (1, recompiles, 0)
 
 
 def test_a_function_that_is_compiled_again_and_again_is_refused(cpu):

@@ -11,6 +11,7 @@ from torch import nn
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.steps.step_parts import (
+    _MARK,
     ATTENTION,
     CASTS,
     ELEMENTWISE,
@@ -185,6 +186,12 @@ def test_a_trace_without_kernels_or_without_marks_is_refused():
     trace.raw.pop(0)
     with pytest.raises(HyperionError, match="1 marks instead of 2"):
         trace.parts()
+
+
+def test_the_time_of_two_marks_is_a_tolerance_of_the_mean_of_all_steps():
+    raw = [TraceOfAGpu.host("user_annotation", _MARK, 1e6 * n, 1e6 * n + 1) for n in range(5)]
+    marked_s = [(n, n + 4e-4) for n in range(5)]
+    assert step_parts(raw, marked_s, gpu=False).tolerance_s == pytest.approx(4e-4 / 4 + 5e-4)
 
 
 def test_the_steps_of_a_real_loop_add_up():

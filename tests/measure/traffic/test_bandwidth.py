@@ -205,6 +205,11 @@ def test_bytes_take_every_value_and_depend_on_the_seed():
     assert torch.equal(drawn, _random_bytes(100_000, seed=3)) and not torch.equal(drawn, _random_bytes(100_000, seed=4))
 
 
+def test_bytes_need_not_fill_a_word_and_are_random_at_each_place_in_it():
+    drawn = _random_bytes(4099, seed=0)
+    assert len(drawn) == 4099 and all(bool((drawn[place::8] >= 128).any()) for place in range(8))
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_without_an_accelerator_there_is_a_reason_and_no_number(cpu, direction):
     assert transfer_refusal(cpu) == peer_refusal([cpu]) == "no accelerator: host and device are one memory"

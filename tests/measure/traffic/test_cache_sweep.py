@@ -5,6 +5,7 @@ import gc
 import itertools
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,11 @@ def test_unknown_levels_are_not_invented():
 @pytest.mark.parametrize(("machine", "mib"), [("H200", 60), ("MI250X", 8), ("MI300X", 256)])
 def test_of_a_gpu_the_last_level_is_known(machine, mib):
     assert cache_capacities(detect(facts(machine))) == (CacheCapacity("last-level cache", mib * MIB),)
+
+
+def test_of_caches_with_different_sizes_the_smallest_is_the_capacity(monkeypatch):
+    monkeypatch.setattr(cache_sweep, "data_caches", lambda: [SimpleNamespace(level=1, sizes_bytes=(48 * KIB, 32 * KIB))])
+    assert cache_capacities(detect_cpu()) == (CacheCapacity("L1", 32 * KIB, 2),)
 
 
 @given(st.integers(1, 2**31), st.integers(1, 8), st.integers(2**20, 2**40))
