@@ -354,9 +354,18 @@ def staged_reference(target: Path) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
 
 
+def require_unused(folder: Path) -> None:
+    """Check that no running call uses a run, because its files may still change.
+
+    Raises:
+        HyperionError: a call uses the run.
+    """
+    if in_use(folder):
+        raise HyperionError("a running call uses this run", where=folder, next_step="publish it when the call has ended")
+
+
 def _require_own_results(run: Run) -> None:
-    if in_use(run.folder):
-        raise HyperionError("a running call uses this run", where=run.folder, next_step="publish it when the call has ended")
+    require_unused(run.folder)
     if run.information().get("profile") == REPLAY:
         raise HyperionError(
             "this run is a replay: its rows are those of another machine",

@@ -232,6 +232,29 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
         lock.release()
 
 
+@contextlib.contextmanager
+def claimed_launch(folder: Path) -> Iterator[None]:
+    """Lock the run folder of a launch until the block ends. The folder is created if it does not exist.
+
+    If the folder contains no run when the block ends, the folder is removed, unless it contains other files.
+
+    Raises:
+        HyperionError: another call measures this launch.
+        StoreError: the folder cannot be written.
+    """
+    make_folder(folder)
+    lock = _try_lock(folder)
+    if lock is None:
+        remedy = "wait until the other call has ended, or choose another name for the launches"
+        raise HyperionError("another call measures this launch", where=folder, next_step=remedy)
+    try:
+        yield
+    finally:
+        if not is_run(folder):
+            _remove_unstarted(folder)
+        lock.release()
+
+
 def why_not_continued(results: Path, setting: dict) -> str:
     """Describe how this setting differs from that of the newest run. Return "" if there is no difference or no run."""
     for path in _newest_first(results):
@@ -344,12 +367,16 @@ def _start_run(folder: Path, setting: dict, information: dict) -> Ledger:
     try:
         return Ledger.new(Run.create(folder, information), setting)
     except BaseException:
-        # Remove the folder, because it contains no run. rmdir fails if it contains other files, which must not be removed.
-        with contextlib.suppress(OSError):
-            for name in (DRIVER_LOCK, LOCK):
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+        _remove_unstarted(folder)
         raise
+
+
+def _remove_unstarted(folder: Path) -> None:
+    """Remove a folder that contains no run. It is kept if it contains other files than locks, which must not be removed."""
+    with contextlib.suppress(OSError):
+        for name in (DRIVER_LOCK, LOCK):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _continue_run(folder: Path, setting: dict) -> Ledger:
