@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.memory.memory_trace import KERNELS, SNAPSHOT, TRACE
 from hyperion.reproduce import housekeeping
 from hyperion.reproduce.housekeeping import removable, remove
-from hyperion.reproduce.runs import claimed_run
+from hyperion.reproduce.runs import claimed_launch, claimed_run
 from hyperion.results import Row, Run
 
 
@@ -192,11 +192,28 @@ def test_a_run_is_one_that_hyperion_made(checkout):
 
 def test_a_run_that_changed_within_the_hour_stays(checkout, monkeypatch):
     monkeypatch.setattr(housekeeping, "_SETTLED_S", 3600.0)
-    assert names(checkout, runs=True) == CACHES | {"results/latest"}
+    assert names(checkout, runs=True) == CACHES
     for place, folders, files in os.walk(checkout / "results/old"):
         for name in [".", *folders, *files]:
             os.utime(Path(place, name), (0, 0))
     assert names(checkout, runs=True) == CACHES | {"results/latest", "results/old"}
+
+
+def test_the_link_latest_is_removed_with_its_run_or_if_its_run_is_missing(checkout):
+    link = checkout / "results/latest"
+    with claimed_run(checkout / "results", "busy", {"profile": "smoke"}, {"profile": "smoke"}):
+        link.unlink()
+        link.symlink_to("busy")
+        assert names(checkout, runs=True) == CACHES | RUNS - {"results/latest"}
+        link.unlink()
+        link.symlink_to("gone")
+        assert names(checkout, runs=True) == CACHES | RUNS
+
+
+def test_launches_that_are_being_measured_stay(checkout):
+    with claimed_launch(checkout / "results/h200-launches/1"):
+        assert names(checkout, runs=True) == CACHES | RUNS - {"results/h200-launches"}
+    assert names(checkout, runs=True) == CACHES | RUNS
 
 
 def test_what_a_killed_writer_left_is_removed_with_its_run(checkout):
