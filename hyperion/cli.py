@@ -456,16 +456,20 @@ def passport(
         measure_passport,
         new_passport_path,
         not_measured,
+        require_writable,
         verify_passport,
         write_passport,
     )
     from hyperion.results.store import PASSPORTS
 
     if not files:
-        if output is not None and output.exists():  # checked first, because the measurement takes minutes
+        # Both are checked first, because the measurement takes minutes.
+        if output is not None and output.exists():
             raise HyperionError("there is already a file with this name", where=output, next_step="choose another --output")
+        folder = results_folder() / PASSPORTS if output is None else output.parent
+        require_writable(folder)
         content = measure_passport(time_limit_s)
-        path = output or new_passport_path(content, results_folder() / PASSPORTS)
+        path = output or new_passport_path(content, folder)
         write_passport(content, path)
         say(f"{path}: {verify_passport(path)} values")
         for line in not_measured(content):
