@@ -232,6 +232,7 @@ def report(run: RunName = "latest") -> None:
     """Write the report of a run: one HTML page with tables and pictures. The report is made only from the rows of the run.
 
     The report of a reference is written to the folder of the results, because references are in git and have a page of their own.
+    The report of a run whose folder cannot be written is written there too. Both are named report-RUN.html.
     """
     from hyperion.book import Material, write_report
     from hyperion.paths import reference_folder, results_folder
@@ -239,7 +240,8 @@ def report(run: RunName = "latest") -> None:
 
     store = Run.open(find_run(run))
     is_reference = store.folder.resolve().parent == reference_folder().resolve()
-    page = results_folder() / f"report-{store.folder.name}.html" if is_reference else None
+    elsewhere = is_reference or not os.access(store.folder, os.W_OK)
+    page = results_folder() / f"report-{store.folder.name}.html" if elsewhere else None
     material = Material(store)
     say(f"report: {write_report(store, material, page)}")
     for error in material.not_drawn.values():

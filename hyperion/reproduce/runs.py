@@ -4,6 +4,7 @@ The ledger is a file in the run folder that records which notebooks earlier call
 """
 
 import contextlib
+import errno
 import json
 import os
 import shlex
@@ -285,15 +286,25 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 
 def in_use(folder: Path) -> bool:
-    """Return True if a running call uses this run folder."""
-    # Without this check, `_try_lock` would create a lock file in a folder that is only examined.
-    if not (folder / DRIVER_LOCK).exists():
+    """Return True if a running call uses this run folder. On a read-only file system, no call can use it.
+
+    Raises:
+        StoreError: the lock file cannot be opened, or it is not a regular file.
+    """
+    lock = FileLock(folder / DRIVER_LOCK)
+    # Without this check, `acquire` would create a lock file in a folder that is only examined.
+    if not lock.path.exists():
         return False
-    lock = _try_lock(folder)
-    if lock is None:
-        return True
+    try:
+        acquired = lock.acquire(wait=False)
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return False
+        remedy = f"make {DRIVER_LOCK} a regular file that you may write, or use a copy of the run"
+        fault = f"cannot find out whether a running call uses this run: {error.strerror}"
+        raise StoreError(fault, where=lock.path, next_step=remedy) from error
     lock.release()
-    return False
+    return not acquired
 
 
 def peek(folder: Path) -> LedgerContent:
