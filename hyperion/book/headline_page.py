@@ -213,8 +213,7 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
         page: path of the page. Links are relative to its folder.
 
     Raises:
-        HyperionError: the text has no markers, an opening or an end marker lacks the other one, or a marker names a folder without
-            runs.
+        HyperionError: the text has no markers, a marker has no opening or end marker, or a marker names a folder without runs.
     """
     _require_pairs(text, page)
     found: list[str] = []
@@ -239,7 +238,7 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
 
 
 def _require_pairs(text: str, page: Path) -> None:
-    """Check that each opening marker is followed by its end marker. Otherwise a damaged marker would leave old text in the page."""
+    """Check that each opening marker is followed by its end marker. A damaged marker would leave old text in the page."""
     markers = [*_MARKER.finditer(text)]
     for first, second in itertools.zip_longest(markers[::2], markers[1::2]):
         is_end, kind = first.groups()

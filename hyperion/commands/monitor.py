@@ -80,10 +80,7 @@ def monitor(
         say(line)
     rows = csv_rows(watching.devices, watching.readings)
     # Both files are tried. The exit code of a command that failed says more than that of a failed write.
-    written = [
-        csv_file is None or _written(csv_file, csv_text(rows).encode()),
-        plot is None or _written(plot, plot_png(rows)),
-    ]
+    written = [csv_file is None or _written(csv_file, csv_text(rows).encode()), plot is None or _written(plot, plot_png(rows))]
     code = code or (0 if all(written) else HyperionError.exit_code)
     try:
         rates = measured_rates(run, started_s) if run is not None else []

@@ -119,8 +119,8 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
         The folder of all launches.
 
     Raises:
-        HyperionError: a run was edited or is still in use, two launches have the same rows, a file contains a local path, or the launches are too
-            large.
+        HyperionError: a run was edited or is still in use, two launches have the same rows, a file contains a local path, or the
+            launches are too large.
     """
     from hyperion.book.headline_page import launches_page
 

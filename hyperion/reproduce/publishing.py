@@ -352,7 +352,9 @@ def staged_reference(target: Path) -> Iterator[Path]:
     with folder_lock(target.parent) as acquired:
         if not acquired:
             raise HyperionError(
-                "another call publishes in this folder", where=target.parent, next_step="publish again when the other call has ended"
+                "another call publishes in this folder",
+                where=target.parent,
+                next_step="publish again when the other call has ended",
             )
         staged = target.with_name(f".{target.name}.new")
         shutil.rmtree(staged, ignore_errors=True)
