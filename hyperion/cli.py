@@ -232,6 +232,7 @@ def report(run: RunName = "latest") -> None:
     """Write the report of a run: one HTML page with tables and pictures. The report is made only from the rows of the run.
 
     The report of a reference is written to the folder of the results, because references are in git and have a page of their own.
+    The report of a run whose folder cannot be written is written there too. Both are named report-RUN.html.
     """
     from hyperion.book import Material, write_report
     from hyperion.paths import reference_folder, results_folder
@@ -239,7 +240,8 @@ def report(run: RunName = "latest") -> None:
 
     store = Run.open(find_run(run))
     is_reference = store.folder.resolve().parent == reference_folder().resolve()
-    page = results_folder() / f"report-{store.folder.name}.html" if is_reference else None
+    elsewhere = is_reference or not os.access(store.folder, os.W_OK)
+    page = results_folder() / f"report-{store.folder.name}.html" if elsewhere else None
     material = Material(store)
     say(f"report: {write_report(store, material, page)}")
     for error in material.not_drawn.values():
@@ -456,16 +458,20 @@ def passport(
         measure_passport,
         new_passport_path,
         not_measured,
+        require_writable,
         verify_passport,
         write_passport,
     )
     from hyperion.results.store import PASSPORTS
 
     if not files:
-        if output is not None and output.exists():  # checked first, because the measurement takes minutes
+        # Both are checked first, because the measurement takes minutes.
+        if output is not None and output.exists():
             raise HyperionError("there is already a file with this name", where=output, next_step="choose another --output")
+        folder = results_folder() / PASSPORTS if output is None else output.parent
+        require_writable(folder)
         content = measure_passport(time_limit_s)
-        path = output or new_passport_path(content, results_folder() / PASSPORTS)
+        path = output or new_passport_path(content, folder)
         write_passport(content, path)
         say(f"{path}: {verify_passport(path)} values")
         for line in not_measured(content):

@@ -19,6 +19,7 @@ about the next launch, and is not a headline. Three kinds of values are headline
 - differences between values that must be equal. They are not times, and their rows state a tolerance.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,9 @@ _SUMMARY = (
     r"FSDP on .* difference of the loss",
     r".*FSDP: (weak|strong) scaling",
 )
-_MARKED = re.compile(r"<!-- (headlines|summary|counts|claims|repeats): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
+_KINDS = "headlines|summary|counts|claims|repeats"
+_MARKED = re.compile(rf"<!-- ({_KINDS}): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
+_MARKER = re.compile(rf"<!-- (end of )?({_KINDS})(?(1)|: \S+) -->")  # an end marker has no folder
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,17 @@ def update_page(page: Path) -> list[str]:
 
     Returns:
         The markers that were found.
+
+    Raises:
+        HyperionError: the page is not UTF-8, or for the reasons in `updated`. The page is not changed.
     """
-    text, found = updated(page.read_text(encoding="utf-8"), page)
+    try:
+        text = page.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise HyperionError(
+            f"the page is not UTF-8: {error.reason} at byte {error.start}", where=page, next_step="save the page as UTF-8"
+        ) from error
+    text, found = updated(text, page)
     page.write_text(text, encoding="utf-8")
     return found
 
@@ -201,8 +213,9 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
         page: path of the page. Links are relative to its folder.
 
     Raises:
-        HyperionError: the text has no markers, or a marker names a folder without runs.
+        HyperionError: the text has no markers, a marker has no opening or end marker, or a marker names a folder without runs.
     """
+    _require_pairs(text, page)
     found: list[str] = []
     make = {"headlines": headlines_markdown, "summary": summary_markdown, "counts": counts_markdown}
     make |= {"claims": claims_markdown, "repeats": repeats_markdown}
@@ -222,6 +235,21 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
             next_step="add `<!-- headlines: FOLDER OF RUNS -->` and `<!-- end of headlines -->`",
         )
     return changed, found
+
+
+def _require_pairs(text: str, page: Path) -> None:
+    """Check that each opening marker is followed by its end marker. A damaged marker would leave old text in the page."""
+    markers = [*_MARKER.finditer(text)]
+    for first, second in itertools.zip_longest(markers[::2], markers[1::2]):
+        is_end, kind = first.groups()
+        if not is_end and second is not None and second.groups() == ("end of ", kind):
+            continue
+        missing = f"<!-- {kind}: FOLDER OF RUNS -->" if is_end else f"<!-- end of {kind} -->"
+        raise HyperionError(
+            f"the marker {first[0]} has no {'opening' if is_end else 'end'} marker",
+            where=f"{page}, line {text.count(chr(10), 0, first.start()) + 1}",
+            next_step=f"add `{missing}` {'before' if is_end else 'after'} the text that is made from rows",
+        )
 
 
 def runs_in(folder: Path) -> dict[Run, str]:

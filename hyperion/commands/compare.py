@@ -192,7 +192,8 @@ def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, se
         with _progress() as report:
             relaunched = measure_launches(work, folder_a, folder_b, launches=launches, seconds=seconds, report=report)
     except BaseException:
-        place.rmdir()
+        with contextlib.suppress(OSError):  # if the folder is already gone or has files of others, the first error matters
+            place.rmdir()
         raise
     return print_launches(relaunched, work, (folder_a, folder_b), place)
 

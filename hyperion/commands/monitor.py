@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware.device import Device
 from hyperion.hardware.monitoring import COLUMNS, DeviceSummary, Monitor, Reading, csv_rows, mean_power, system_devices
 from hyperion.hardware.visible import selected_devices, visible_devices
-from hyperion.terminal import say
+from hyperion.terminal import INTERRUPTED, say
 
 _GROWTH_GIB = 0.05  # less than this is noise of other programs
 _PANELS = {
@@ -52,6 +53,9 @@ def monitor(
     The values come from NVML, amdsmi, sysfs or the operating system, and nothing is written to a device. Without a GPU, the CPU
     is watched. Output and exit code of the command are unchanged. A quantity that cannot be read is listed with the reason.
     --tokens divides the energy of the devices that CUDA_VISIBLE_DEVICES and its like make visible to the command.
+
+    Exit codes without a command: 0 after --duration; 130 or 143 if Ctrl-C or SIGTERM ended the watch, whose readings are kept. If
+    --csv or --plot cannot be written at the end, a warning says so, and the exit code is 2 unless the command failed.
     """
     if bool(command) == bool(duration):
         raise HyperionError(
@@ -74,10 +78,10 @@ def monitor(
         code = run_watched(command) if command else _wait(duration_s)
     for line in summary_lines(watching.summaries(), watching.overhead, tokens, [device.index for device in counted]):
         say(line)
-    if csv_file is not None:
-        csv_file.write_text(csv_text(csv_rows(watching.devices, watching.readings)), encoding="utf-8")
-    if plot is not None:
-        plot.write_bytes(plot_png(csv_rows(watching.devices, watching.readings)))
+    rows = csv_rows(watching.devices, watching.readings)
+    # Both files are tried. The exit code of a command that failed says more than that of a failed write.
+    written = [csv_file is None or _written(csv_file, csv_text(rows).encode()), plot is None or _written(plot, plot_png(rows))]
+    code = code or (0 if all(written) else HyperionError.exit_code)
     try:
         rates = measured_rates(run, started_s) if run is not None else []
     except HyperionError as error:
@@ -141,11 +145,29 @@ def run_watched(command: Sequence[str]) -> int:
 
 
 def _wait(duration_s: float) -> int:
+    """Wait, and return the exit code: 0, 130 if Ctrl-C ended the wait, or 143 if SIGTERM ended it."""
+    terminated = 128 + signal.SIGTERM
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(terminated))
     try:
         time.sleep(duration_s)
-    except KeyboardInterrupt:  # the monitor stops and shows the readings so far
-        return 130
+    # The monitor stops and shows the readings so far.
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit:
+        return terminated
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
     return 0
+
+
+def _written(file: Path, content: bytes) -> bool:
+    """Write a file. If this fails, print a warning and return False."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        say(f"warning: {file} cannot be written: {error.strerror}")
+        return False
+    return True
 
 
 def csv_text(rows: Sequence[dict]) -> str:

@@ -3,7 +3,14 @@
 A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine.
 """
 
-from hyperion.passport.measure import measure_passport, new_passport_path, not_measured, passport_name, write_passport
+from hyperion.passport.measure import (
+    measure_passport,
+    new_passport_path,
+    not_measured,
+    passport_name,
+    require_writable,
+    write_passport,
+)
 from hyperion.passport.verify import PassportError, verify_passport
 
 __all__ = [
@@ -12,6 +19,7 @@ __all__ = [
     "new_passport_path",
     "not_measured",
     "passport_name",
+    "require_writable",
     "verify_passport",
     "write_passport",
 ]

@@ -20,6 +20,7 @@ from hyperion.errors import HyperionError
 from hyperion.paths import is_checkout
 from hyperion.reproduce.runs import in_use
 from hyperion.results import Run
+from hyperion.results.store import LATEST
 
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
 # Files of Hyperion that no manifest lists: the manifest itself, locks, and temporary files that a killed process left.
@@ -45,7 +46,8 @@ def removable(root: Path, results: Path, data: Path, *, runs: bool = False, stag
         root: the checkout. If the folder is not a checkout of Hyperion, no caches are listed.
         results: folder of all runs.
         data: folder of all data.
-        runs: if True, list the runs, except the folder reference/, runs in use, and runs that changed within the last hour.
+        runs: if True, list the runs, except the folder reference/, runs in use, and runs that changed within the last hour. The
+            link `latest` is listed if its run is listed or missing.
         staged_data: if True, list everything in the data folder except README.md.
 
     Raises:
@@ -117,25 +119,26 @@ def _is_folder(path: Path) -> bool:
 
 
 def _runs(results: Path) -> Iterator[Path]:
-    """Yield the folders of runs that are not in use, and the link to the latest run.
+    """Yield the folders of runs that are not in use, and the link to the latest run if this run is removed or missing.
 
     Folders that `hyperion relaunch` or `hyperion launches` wrote are included if they are not in use.
     """
-    for path in sorted(results.iterdir()):
-        if path.is_symlink():
-            if path.name == "latest":
-                yield path
-        elif path.name != "reference" and _is_folder(path) and (_launches(path) or _is_run(path)) and not _is_live(path):
-            yield path
+    folders = [path for path in sorted(results.iterdir()) if path.name != "reference" and _is_folder(path)]
+    removed = [path for path in folders if (_launches(path) or _is_run(path)) and not _is_live(path)]
+    latest = results / LATEST
+    if latest.is_symlink() and (not latest.exists() or latest.resolve() in map(Path.resolve, removed)):
+        yield latest
+    yield from removed
 
 
 def _is_live(folder: Path) -> bool:
-    """Return True if a call of `make reproduce` uses the run, or if a file in the run changed within the last hour.
+    """Return True if a call of `make reproduce` or `hyperion launches` uses the run or one of the launches in the folder, or if
+    a file in the folder changed within the last hour.
 
     The lock alone does not show every use, because notebooks in JupyterLab and the training commands take no lock.
     """
     newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    return in_use(folder) or time.time() - newest < _SETTLED_S
+    return any(map(in_use, (folder, *_launches(folder)))) or time.time() - newest < _SETTLED_S
 
 
 def _is_run(folder: Path) -> bool:

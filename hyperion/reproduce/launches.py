@@ -4,6 +4,7 @@ A launch is one run of the experiments in new processes. The headlines in docs/h
 with intervals. The launches of one call are the runs results/<name>/1, results/<name>/2, ….
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from hyperion.hardware import detect
 from hyperion.paths import project_root, reference_folder
 from hyperion.processes import Job, run_job
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.publishing import require_no_machine_paths, room_for, staged_reference
+from hyperion.reproduce.publishing import require_no_machine_paths, require_unused, room_for, staged_reference
+from hyperion.reproduce.runs import claimed_launch
 from hyperion.results import Run, is_run
 from hyperion.results.store import ENVIRONMENTS, EXPERIMENTS, PREDICTIONS, ROWS, RUN, checked_name
 
@@ -46,8 +48,11 @@ def measure_launches(
         on_line: called with each line of output.
 
     Raises:
-        HyperionError: an experiment does not exist, its measurement failed, or the profile is replay.
+        HyperionError: an experiment does not exist, its measurement failed, the profile is replay, `folder` is a run, or another
+            call measures these launches.
     """
+    if is_run(folder):
+        raise HyperionError("this is a run, not a folder of launches", where=folder, next_step="choose another name")
     if profile.partition(":")[0] == REPLAY:
         raise HyperionError(
             f"the profile {profile!r} measures nothing, so its launches would be copies of one run",
@@ -56,10 +61,14 @@ def measure_launches(
         )
     pairs = [(notebook_of(experiment), experiment) for experiment in experiments]
     chosen = default_profile(detect().kind) if profile == "auto" else profile
-    for number in range(1, count + 1):
-        on_line(f"launch {number} of {count}")
-        params = {"folder": str(folder / str(number)), "pairs": pairs, "profile": chosen, "data_source": data_source}
-        run_job(Job(measure_launch, params), on_line=on_line)
+    # The launches stay locked until the end, so that no call publishes them while some are still missing.
+    with contextlib.ExitStack() as claimed:
+        for number in range(1, count + 1):
+            launch = folder / str(number)
+            claimed.enter_context(claimed_launch(launch))
+            on_line(f"launch {number} of {count}")
+            params = {"folder": str(launch), "pairs": pairs, "profile": chosen, "data_source": data_source}
+            run_job(Job(measure_launch, params), on_line=on_line)
 
 
 def measure_launch(folder: str, pairs: list[list[str]], profile: str, data_source: str) -> dict:
@@ -110,8 +119,8 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
         The folder of all launches.
 
     Raises:
-        HyperionError: a run was edited, two launches have the same rows, a file contains a local path, or the launches are too
-            large.
+        HyperionError: a run was edited or is still in use, two launches have the same rows, a file contains a local path, or the
+            launches are too large.
     """
     from hyperion.book.headline_page import launches_page
 
@@ -126,6 +135,8 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
             where=launches[0].parent,
             next_step="name a folder that `hyperion launches` wrote",
         )
+    for path in launches:
+        require_unused(path)
     contents = {path.name: _files_of(Run.open(path)) for path in launches}
     by_rows: dict[bytes, str] = {}
     for number, files in contents.items():

@@ -26,11 +26,13 @@ import hyperion
 from hyperion.chapter.subjects import subjects
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
+from hyperion.locks import folder_lock
 from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.runs import REPLAY, Ledger, in_use
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import LEDGER, unexpected_in
+from hyperion.results.files import make_folder
 from hyperion.results.store import checked_name
 
 if TYPE_CHECKING:
@@ -341,22 +343,43 @@ def staged_reference(target: Path) -> Iterator[Path]:
     """Context manager that yields the path of a folder for the files of a reference.
 
     If the block succeeds, the folder replaces `target`. Otherwise, it is removed, and `target` is unchanged.
+
+    Raises:
+        HyperionError: another call publishes in the same folder.
+        StoreError: the folder that contains `target` cannot be written.
     """
-    staged = target.with_name(f".{target.name}.new")
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        yield staged
-        # Lock files are not results, and a reference in git must not contain them.
-        for lock in staged.rglob(".*lock"):
-            lock.unlink()
-        _replace_folder(staged, target)
-    finally:
+    make_folder(target.parent)
+    with folder_lock(target.parent) as acquired:
+        if not acquired:
+            raise HyperionError(
+                "another call publishes in this folder",
+                where=target.parent,
+                next_step="publish again when the other call has ended",
+            )
+        staged = target.with_name(f".{target.name}.new")
         shutil.rmtree(staged, ignore_errors=True)
+        try:
+            yield staged
+            # Lock files are not results, and a reference in git must not contain them.
+            for lock in staged.rglob(".*lock"):
+                lock.unlink()
+            _replace_folder(staged, target)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def require_unused(folder: Path) -> None:
+    """Check that no running call uses a run, because its files may still change.
+
+    Raises:
+        HyperionError: a call uses the run.
+    """
+    if in_use(folder):
+        raise HyperionError("a running call uses this run", where=folder, next_step="publish it when the call has ended")
 
 
 def _require_own_results(run: Run) -> None:
-    if in_use(run.folder):
-        raise HyperionError("a running call uses this run", where=run.folder, next_step="publish it when the call has ended")
+    require_unused(run.folder)
     if run.information().get("profile") == REPLAY:
         raise HyperionError(
             "this run is a replay: its rows are those of another machine",

@@ -4,6 +4,7 @@ The ledger is a file in the run folder that records which notebooks earlier call
 """
 
 import contextlib
+import errno
 import json
 import os
 import shlex
@@ -232,6 +233,29 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
         lock.release()
 
 
+@contextlib.contextmanager
+def claimed_launch(folder: Path) -> Iterator[None]:
+    """Lock the run folder of a launch until the block ends. The folder is created if it does not exist.
+
+    If the folder contains no run when the block ends, the folder is removed, unless it contains other files.
+
+    Raises:
+        HyperionError: another call measures this launch.
+        StoreError: the folder cannot be written.
+    """
+    make_folder(folder)
+    lock = _try_lock(folder)
+    if lock is None:
+        remedy = "wait until the other call has ended, or choose another name for the launches"
+        raise HyperionError("another call measures this launch", where=folder, next_step=remedy)
+    try:
+        yield
+    finally:
+        if not is_run(folder):
+            _remove_unstarted(folder)
+        lock.release()
+
+
 def why_not_continued(results: Path, setting: dict) -> str:
     """Describe how this setting differs from that of the newest run. Return "" if there is no difference or no run."""
     for path in _newest_first(results):
@@ -262,15 +286,25 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 
 def in_use(folder: Path) -> bool:
-    """Return True if a running call uses this run folder."""
-    # Without this check, `_try_lock` would create a lock file in a folder that is only examined.
-    if not (folder / DRIVER_LOCK).exists():
+    """Return True if a running call uses this run folder. On a read-only file system, no call can use it.
+
+    Raises:
+        StoreError: the lock file cannot be opened, or it is not a regular file.
+    """
+    lock = FileLock(folder / DRIVER_LOCK)
+    # Without this check, `acquire` would create a lock file in a folder that is only examined.
+    if not lock.path.exists():
         return False
-    lock = _try_lock(folder)
-    if lock is None:
-        return True
+    try:
+        acquired = lock.acquire(wait=False)
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return False
+        remedy = f"make {DRIVER_LOCK} a regular file that you may write, or use a copy of the run"
+        fault = f"cannot find out whether a running call uses this run: {error.strerror}"
+        raise StoreError(fault, where=lock.path, next_step=remedy) from error
     lock.release()
-    return False
+    return not acquired
 
 
 def peek(folder: Path) -> LedgerContent:
@@ -344,12 +378,16 @@ def _start_run(folder: Path, setting: dict, information: dict) -> Ledger:
     try:
         return Ledger.new(Run.create(folder, information), setting)
     except BaseException:
-        # Remove the folder, because it contains no run. rmdir fails if it contains other files, which must not be removed.
-        with contextlib.suppress(OSError):
-            for name in (DRIVER_LOCK, LOCK):
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+        _remove_unstarted(folder)
         raise
+
+
+def _remove_unstarted(folder: Path) -> None:
+    """Remove a folder that contains no run. It is kept if it contains other files than locks, which must not be removed."""
+    with contextlib.suppress(OSError):
+        for name in (DRIVER_LOCK, LOCK):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _continue_run(folder: Path, setting: dict) -> Ledger:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
-DRIVER_LOCK = ".driver.lock"  # held by the call of `reproduce` that uses the run
+DRIVER_LOCK = ".driver.lock"  # held by the call of `reproduce` or `launches` that uses the run
 LARGEST_FILE_BYTES = 2**30  # maximum size of a file in a run; samples usually take a few MiB
 # Larger samples are not decoded. These limits are generous: the largest experiment of Hyperion records 50,000 rows.
 LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30

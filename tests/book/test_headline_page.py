@@ -316,6 +316,36 @@ def test_a_page_without_markers_and_a_folder_without_runs_are_named(tmp_path):
     assert "old" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("damaged", "fault"),
+    [
+        ("<!-- summary: reference -->\nold\n<!-- end of sumary -->\n", "summary: reference --> has no end marker"),
+        ("<!-- counts: reference -->\nold\n<!-- end of counts ->\n", "counts: reference --> has no end marker"),
+        ("<!-- summary -->\nold\n<!-- end of summary -->\n", "end of summary --> has no opening marker"),
+        ("<!-- summary reference -->\nold\n<!-- end of summary -->\n", "end of summary --> has no opening marker"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_damaged_marker_is_named_and_the_page_is_unchanged(damaged, fault, first, tmp_path, monkeypatch):
+    """Other markers of the page are whole: of another kind and, of the same kind, in front or behind."""
+    monkeypatch.chdir(tmp_path)
+    _run(tmp_path / "reference/h200", _trained())
+    whole = "<!-- counts: reference -->\nold\n<!-- end of counts -->\n"
+    page, text = Path("page.md"), damaged + whole if first else whole + damaged
+    page.write_text(text)
+    with pytest.raises(HyperionError, match=fault) as caught:
+        update_page(page)
+    line = (1 if first else 4) + 2 * fault.startswith("end of")
+    assert caught.value.where == f"page.md, line {line}" and page.read_text() == text
+
+
+def test_a_page_that_is_not_utf_8_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(HyperionError, match="the page is not UTF-8"):
+        update_page(page)
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1.0, 100.0), st.floats(1.0, 100.0)), min_size=2, max_size=6))
 def test_the_interval_of_times_stays_positive_and_contains_the_median(launches):

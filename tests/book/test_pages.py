@@ -6,6 +6,7 @@ once.
 
 import io
 import json
+import os
 import re
 import shutil
 import types
@@ -169,6 +170,17 @@ def test_the_report_of_a_reference_changes_no_file_of_the_reference(tmp_path, mo
     page = tmp_path / "results/report-h100-precision.html"
     assert done.exit_code == 0 and page.is_file() and "NVIDIA H100" in page.read_text("utf-8")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_the_report_of_a_run_that_cannot_be_written_is_beside_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_RESULTS", str(tmp_path / "results"))
+    folder, access = tmp_path / "archive/mine", os.access
+    Run.create(folder, {"profile": "smoke", "environment": {"gpus": []}})
+    before = sorted(folder.iterdir())
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: path != folder and access(path, mode, **how))
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    page = tmp_path / "results/report-mine.html"
+    assert done.exit_code == 0 and page.is_file() and sorted(folder.iterdir()) == before, done.output
 
 
 @pytest.mark.parametrize("every", [False, True])

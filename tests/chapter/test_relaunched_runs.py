@@ -65,6 +65,17 @@ def test_a_side_that_is_missing_leaves_no_folder_behind(sides, tmp_path):
     assert list((tmp_path / "results").iterdir()) == []
 
 
+def test_a_folder_with_files_of_others_hides_no_error_of_a_launch(sides, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        (place,) = (tmp_path / "results").iterdir()
+        (place / "notes.txt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hyperion.measure.relaunch", fail)
+    with pytest.raises(KeyboardInterrupt):
+        print_relaunch(*sides, launches=5, seconds=0.05)
+
+
 @pytest.mark.parametrize(("factor", "code"), [(3.0, 1), (1.0, 0)])
 def test_a_slowdown_is_exit_code_1_and_the_same_code_0(sides, tmp_path, capsys, factor, code):
     random, device, made = np.random.default_rng(0), detect_cpu(), []

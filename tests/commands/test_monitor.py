@@ -1,6 +1,8 @@
 """`hyperion monitor --run`: the energy per token of the experiments that ran meanwhile, and of no others."""
 
 import os
+import signal
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -129,3 +131,31 @@ def test_a_picture_of_another_format_is_refused_before_the_command_runs(tmp_path
     ran = tmp_path / "ran"
     result = CliRunner().invoke(app, ["monitor", "--plot", str(tmp_path / "readings.pdf"), "--", "touch", str(ran)])
     assert "does not end in .png" in str(result.exception) and not ran.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_watch_and_the_readings_are_kept(number, code, tmp_path, monkeypatch):
+    sleep = time.sleep
+
+    def interrupted(seconds):
+        sleep(0.2)
+        os.kill(os.getpid(), number)
+        sleep(seconds)
+
+    monkeypatch.setattr(monitor.time, "sleep", interrupted)
+    table, picture = tmp_path / "m.csv", tmp_path / "m.png"
+    earlier = signal.getsignal(signal.SIGTERM)
+    options = ["--interval", "0.05s", "--duration", "60s", "--csv", str(table), "--plot", str(picture)]
+    done = CliRunner().invoke(app, ["monitor", *options])
+    assert done.exit_code == code and "the monitor used" in done.output, done.output
+    assert len(table.read_text().splitlines()) > 2 and picture.read_bytes().startswith(b"\x89PNG")
+    assert signal.getsignal(signal.SIGTERM) is earlier
+
+
+@pytest.mark.parametrize(("command", "code"), [("true", 2), ("exit 7", 7)])
+def test_a_file_that_can_no_longer_be_written_takes_neither_the_other_file_nor_the_exit_code(command, code, tmp_path):
+    table, picture = tmp_path / "m.csv", tmp_path / "m.png"
+    script = f"rm {table}; mkdir {table}; {command}"
+    done = CliRunner().invoke(app, ["monitor", "--csv", str(table), "--plot", str(picture), "--", "sh", "-c", script])
+    assert done.exit_code == code and f"{table} cannot be written: Is a directory" in done.output.replace("\n", ""), done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")

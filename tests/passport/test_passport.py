@@ -1,8 +1,10 @@
 """Passports: those that are committed keep the rules, and one that does not is refused by the field and the reason."""
 
 import copy
+import errno
 import getpass
 import json
+import os
 import re
 import socket
 from dataclasses import replace
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from hyperion.cli import app
 from hyperion.doctor import FloorReport, judge
 from hyperion.errors import HyperionError
 from hyperion.hardware import collect_facts, detect, fingerprint, floors_for, lookup
@@ -243,6 +247,35 @@ def test_a_passport_never_replaces_another_one(hyperion, tmp_path):
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 3
     refused = hyperion("passport", "--output", str(path))
     assert refused.returncode == 2 and "already a file with this name" in refused.stderr and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_passport_that_cannot_be_written_is_refused_before_the_measurement(named, tmp_path, monkeypatch):
+    def measure(time_limit_s):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("hyperion.passport.measure_passport", measure)
+    monkeypatch.setenv("HYPERION_RESULTS", str(tmp_path / "results"))
+    options = ["--output", str(tmp_path / "new/own.json")] if named else []
+    folder = tmp_path / ("new" if named else "results/passports")
+
+    def refusal() -> str:
+        result = CliRunner().invoke(app, ["passport", *options])
+        assert isinstance(result.exception, HyperionError) and "--output FILE" in str(result.exception.next_step)
+        return str(result.exception)
+
+    def read_only(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hyperion.passport.measure.tempfile.TemporaryFile", read_only)
+        assert f"Read-only file system; nothing was measured\n  where: {folder}" in refusal()
+    folder.rmdir()
+    folder.touch()
+    assert f"cannot write the passport: File exists\n  where: {folder}" in refusal()
+    folder.unlink()
+    result = CliRunner().invoke(app, ["passport", *options])
+    assert str(result.exception) == "measured" and list(folder.iterdir()) == []
 
 
 def test_the_command_checks_files_and_names_what_is_wrong(hyperion, tmp_path):

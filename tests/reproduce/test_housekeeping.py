@@ -11,7 +11,7 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.memory.memory_trace import KERNELS, SNAPSHOT, TRACE
 from hyperion.reproduce import housekeeping
 from hyperion.reproduce.housekeeping import _is_live, removable, remove
-from hyperion.reproduce.runs import claimed_run
+from hyperion.reproduce.runs import claimed_launch, claimed_run
 from hyperion.results import Row, Run
 
 
@@ -193,7 +193,7 @@ def test_a_run_is_one_that_hyperion_made(checkout):
 
 def test_a_run_that_changed_within_the_hour_stays(checkout, monkeypatch):
     monkeypatch.setattr(housekeeping, "_SETTLED_S", 3600.0)
-    assert names(checkout, runs=True) == CACHES | {"results/latest"}
+    assert names(checkout, runs=True) == CACHES
     for place, folders, files in os.walk(checkout / "results/old"):
         for name in [".", *folders, *files]:
             os.utime(Path(place, name), (0, 0))
@@ -210,6 +210,23 @@ def test_a_run_is_as_new_as_its_newest_file(tmp_path):
     assert not _is_live(tmp_path)
     os.utime(file)
     assert _is_live(tmp_path)
+
+
+def test_the_link_latest_is_removed_with_its_run_or_if_its_run_is_missing(checkout):
+    link = checkout / "results/latest"
+    with claimed_run(checkout / "results", "busy", {"profile": "smoke"}, {"profile": "smoke"}):
+        link.unlink()
+        link.symlink_to("busy")
+        assert names(checkout, runs=True) == CACHES | RUNS - {"results/latest"}
+        link.unlink()
+        link.symlink_to("gone")
+        assert names(checkout, runs=True) == CACHES | RUNS
+
+
+def test_launches_that_are_being_measured_stay(checkout):
+    with claimed_launch(checkout / "results/h200-launches/1"):
+        assert names(checkout, runs=True) == CACHES | RUNS - {"results/h200-launches"}
+    assert names(checkout, runs=True) == CACHES | RUNS
 
 
 def test_what_a_killed_writer_left_is_removed_with_its_run(checkout):

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
 from hyperion.book.headline_page import runs_in
 from hyperion.chapter.profiles import reference_run, reference_runs
+from hyperion.cli import app
 from hyperion.errors import HyperionError
 from hyperion.reproduce import launches as module
 from hyperion.reproduce import publishing
@@ -112,6 +114,47 @@ def test_each_launch_is_a_job_with_the_notebook_of_each_experiment(tmp_path, mon
     assert all((job.function, job.params["pairs"]) == (measure_launch, pairs) for job in jobs)
     with pytest.raises(HyperionError, match="no chapter has the experiment 'nothing'"):
         notebook_of("nothing")
+
+
+def test_launches_are_locked_until_all_are_measured(five, tmp_path, monkeypatch):
+    """A second call and `publish` are refused, also while the last launch is measured."""
+    refused = []
+
+    def other_calls(job, on_line):
+        for call in (
+            lambda: measure_launches(five[0].parent, ["gemm"], 5, profile="smoke"),
+            lambda: publish_launches(five, "launches", tmp_path / "reference"),
+        ):
+            with pytest.raises(HyperionError, match="another call measures this launch|a running call uses this run"):
+                call()
+            refused.append(job.params["folder"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_job", other_calls)
+        measure_launches(five[0].parent, ["gemm"], 5, profile="smoke", on_line=lambda line: None)
+    assert refused == [str(folder) for folder in five for _ in range(2)]
+    assert not (tmp_path / "reference").exists()
+    publish_launches(five, "launches", tmp_path / "reference")
+
+
+def test_a_launch_that_failed_before_it_had_a_run_leaves_no_folder(five, monkeypatch):
+    def fail(job, on_line):
+        if Path(job.params["folder"]).name == "6":
+            raise HyperionError("no memory")
+
+    monkeypatch.setattr(module, "run_job", fail)
+    with pytest.raises(HyperionError, match="no memory"):
+        measure_launches(five[0].parent, ["gemm"], 6, profile="smoke")
+    assert sorted(five[0].parent.iterdir()) == five
+
+
+def test_the_name_of_a_run_is_no_name_of_launches(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYPERION_RESULTS", str(tmp_path))
+    run = _launch(tmp_path / "mine", 1.0)
+    before = sorted(run.rglob("*"))
+    result = CliRunner().invoke(app, ["launches", "mine", "gemm", "--profile", "smoke"])
+    assert isinstance(result.exception, HyperionError) and "this is a run" in result.exception.what
+    assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.book

@@ -22,6 +22,7 @@ from hyperion.reproduce.publishing import (
     portable_copy,
     publish,
     require_no_machine_paths,
+    staged_reference,
     with_drawn_formulas,
 )
 from hyperion.reproduce.runs import Entry, Ledger
@@ -179,6 +180,19 @@ def test_publishing_again_replaces_it_whole(run, tmp_path):
     run.write({"notebooks/01_x.html": b"<p>newer</p>"})
     folder, _ = publish(run, "h100", tmp_path / "reference")
     assert (folder / "notebooks/01_x.html").read_bytes() == b"<p>newer</p>"
+
+
+def test_two_calls_that_publish_at_once_do_not_mix(run, tmp_path):
+    reference = tmp_path / "reference"
+    for name in ("h100", "h200"):  # the same name and another one, which shares the limit on the total size
+        with staged_reference(reference / "h100") as staged:
+            staged.mkdir()
+            (staged / "first").touch()
+            with pytest.raises(HyperionError, match="another call publishes in this folder"):
+                publish(run, name, reference)
+        assert [path.relative_to(reference).as_posix() for path in sorted(reference.rglob("*"))] == ["h100", "h100/first"]
+    folder, _ = publish(run, "h100", reference)
+    Run.open(folder).verify()
 
 
 def test_the_report_is_not_kept_since_it_is_rebuilt_from_the_rows(run, tmp_path):

@@ -118,6 +118,26 @@ def test_runs_are_claimed_without_flock(tmp_path, monkeypatch, number):
         assert existed
 
 
+@pytest.mark.parametrize(("number", "refused"), [(errno.EROFS, False), (errno.EACCES, True)])
+def test_a_run_on_a_read_only_file_system_is_not_in_use(tmp_path, monkeypatch, number, refused):
+    with claim(tmp_path, "mine"):
+        pass
+    opened = os.open
+
+    def refuse(path, flags, *options):
+        if Path(path).name == ".driver.lock":
+            raise OSError(number, os.strerror(number))
+        return opened(path, flags, *options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    if not refused:
+        assert not in_use(tmp_path / "mine")
+        return
+    with pytest.raises(StoreError, match="cannot find out whether a running call uses this run: Permission denied") as caught:
+        in_use(tmp_path / "mine")
+    assert "use a copy of the run" in caught.value.next_step and "RUN=new" not in caught.value.next_step
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_driver_lock_or_ledger_that_is_no_regular_file_is_refused(tmp_path, kind):
     for name in (".driver.lock", "reproduce.json"):
