@@ -8,9 +8,9 @@
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
 #   TORCH        build to install instead of the detected one: cpu | cuda | rocm
 #   FRAMEWORKS   environments of frameworks that `make fetch` installs for chapters 2.10 and 2.11, as all or "fabric deepspeed"
-#   DRY_RUN      with setup: print every action and do nothing (DRY_RUN=1)
+#   DRY_RUN      with setup: print every action and do nothing (DRY_RUN=1); DRY_RUN=0 is no dry run
 #   WORKERS      number of processes that run tests (3)
-export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH DRY_RUN
+export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
 enter = sh hyperion/install/enter.sh
 pytest = $(enter) --extra test run pytest
@@ -46,7 +46,7 @@ test-book: ## run the tests of the book: the commands of the README, all noteboo
 	@$(pytest) $(parallel) -m "book and not long"
 
 setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
-	@$(enter) $${DRY_RUN:+--dry-run} setup
+	@$(enter) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) setup
 
 fetch: ## stage all data and tokenizers while there is a network (on a login node); FRAMEWORKS=all also frameworks
 	@$(enter) run hyperion fetch

@@ -6,6 +6,7 @@ The environment is updated if its requirements change, and repaired if it is inc
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice)
 def planned_actions(root: Path, choice: Choice) -> list[str]:
     """Return the actions that `ensure_environment` would take, one line each. Nothing is created, changed or downloaded.
 
-    As in a real set-up, pip is asked which build of torch its configuration selects.
+    Commands are quoted for a shell. As in a real set-up, pip is asked which build of torch its configuration selects.
     """
     folder = root / ".venv"
     stamp = read_stamp(folder)
@@ -67,15 +68,15 @@ def planned_actions(root: Path, choice: Choice) -> list[str]:
         if folder.exists() and any(folder.iterdir()):
             own = (folder / STAMP).exists()
             actions.append(f"remove {folder}" if own else f"stop: {folder} has an environment that `make setup` did not make")
-        actions.append(f"{getattr(sys, '_base_executable', sys.executable)} -m venv {folder}")
+        actions.append(shlex.join([getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(folder)]))
     packages = plan_packages(choice, lambda wanted: interpreter.pip_report(Path(sys.executable), ["--no-deps", *wanted])[0])
-    pip = f"{folder}/bin/python -m pip install"
-    index = f" --index-url {packages.index}" if packages.index else f" --constraint {root}/requirements.txt"
+    pip = [f"{folder}/bin/python", "-m", "pip", "install"]
+    index = ["--index-url", packages.index] if packages.index else ["--constraint", f"{root}/requirements.txt"]
     return [
         *actions,
-        f"{pip} {' '.join(packages.requirements)}{index}    # {packages.reason}",
-        f"{pip} --requirement {root}/requirements.txt {' '.join(packages.requirements)}",
-        f"{pip} --no-deps --no-build-isolation --editable {root}",
+        f"{shlex.join([*pip, *packages.requirements, *index])}    # {packages.reason}",
+        shlex.join([*pip, "--requirement", f"{root}/requirements.txt", *packages.requirements]),
+        shlex.join([*pip, "--no-deps", "--no-build-isolation", "--editable", str(root)]),
         "import torch and check that its build fits this machine",
     ]
 

@@ -86,7 +86,8 @@ def ensure_overlay(
 
 
 def planned_actions(root: Path, python: Path, extras: list[str]) -> list[str]:
-    """Return the command with which `ensure_overlay` would install missing packages. Nothing is created or changed.
+    """Return the command with which `ensure_overlay` would install missing packages, quoted for a shell. Nothing is created or
+    changed.
 
     Raises:
         HyperionError: the version of a package that must not be replaced is out of range.
@@ -96,7 +97,7 @@ def planned_actions(root: Path, python: Path, extras: list[str]) -> list[str]:
     folder = root / ".overlay" / _key(found)
     if set(lacking) <= set(read_stamp(folder).get("covers", [])):
         return [f"nothing: {python} and {folder} have all packages"]
-    return [f"{python} -m pip install --target {folder / 'packages'} {' '.join(lacking)}"]
+    return [shlex.join([str(python), "-m", "pip", "install", "--target", str(folder / "packages"), *lacking])]
 
 
 def _checked_build(found: Interpreter, machine: DetectedAccelerator, choice: Choice) -> Build:

@@ -1,5 +1,6 @@
 """The install advisor on injected drivers and GPUs, and the dry run of the set-up."""
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hyperion.install import __main__ as command
-from hyperion.install import environment
+from hyperion.install import environment, overlay
 from hyperion.install.advice import advise, least_nvidia_driver, support_of, training_images
 from hyperion.install.machine import AMD, KernelFacts, collect_facts, decide
 from hyperion.install.plan import CPU_INDEX, CUDA_INDEX, ROCM_INDEX, TORCH, Choice, choose
@@ -147,6 +148,24 @@ def test_the_dry_run_prints_every_action_and_makes_nothing(tmp_path):
     assert environment.planned_actions(tmp_path, Choice("rocm", (7, 2)))[0].startswith("stop: ")
     environment.write_stamp(tmp_path / ".venv", {"state": "building"})
     assert environment.planned_actions(tmp_path, Choice("rocm", (7, 2)))[0] == f"remove {tmp_path}/.venv"
+
+
+def test_the_printed_plan_can_be_pasted_into_a_shell(tmp_path):
+    root = tmp_path / "my checkout"
+    root.mkdir()
+    (root / "requirements.txt").write_text("")
+    extras = "".join(f'{name} = ["absent-server[all]>=3.0"]\n' for name in ("test", *overlay.CHAPTER_GROUPS))
+    dependencies = 'dependencies = ["absent-package>=2,<3"]'
+    (root / "pyproject.toml").write_text(f"[project]\n{dependencies}\n[project.optional-dependencies]\n{extras}")
+    create, first, second, third, _ = environment.planned_actions(root, Choice("rocm", (7, 2)))
+    python = f"{root}/.venv/bin/python"
+    assert shlex.split(create)[1:] == ["-m", "venv", f"{root}/.venv"]
+    assert shlex.split(first, comments=True)[0] == shlex.split(second)[0] == shlex.split(third)[0] == python
+    assert f"{root}/requirements.txt" in shlex.split(second) and shlex.split(third)[-1] == str(root)
+    (line,) = overlay.planned_actions(root, Path(sys.executable), ["test"])
+    words = shlex.split(line)
+    assert words[0] == sys.executable and {"absent-package>=2,<3", "absent-server[all]>=3.0"} <= set(words)
+    assert words[words.index("--target") + 1].startswith(f"{root}/.overlay/")
 
 
 def test_a_complete_environment_needs_nothing(tmp_path):

@@ -76,9 +76,9 @@ def makefile(tmp_path):
     (root / "hyperion/install/enter.sh").write_text('echo "$@"\n')
     (root / "tests").mkdir()
 
-    def make(target: str) -> subprocess.CompletedProcess:
+    def make(*arguments: str) -> subprocess.CompletedProcess:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-        return subprocess.run(["make", "-C", root, "-s", target], env=clean, capture_output=True, text=True, check=False)
+        return subprocess.run(["make", "-C", root, "-s", *arguments], env=clean, capture_output=True, text=True, check=False)
 
     return root, make
 
@@ -106,6 +106,15 @@ def asked_for(line: str) -> list[str]:
 def test_each_target_asks_for_what_it_needs_and_nothing_else(makefile, target, extras):
     done = makefile[1](target)
     assert done.returncode == 0 and list(dict.fromkeys(asked_for(done.stdout))) == extras  # lint runs two commands
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("value", "dry"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_dry_run_0_is_no_dry_run(makefile, monkeypatch, value, dry):
+    said = ("--dry-run " if dry else "") + "setup\n"
+    assert makefile[1]("setup", f"DRY_RUN={value}").stdout == said
+    monkeypatch.setenv("DRY_RUN", value)
+    assert makefile[1]("setup").stdout == said
 
 
 def test_a_compute_node_needs_no_server_no_linter_and_no_test_runner():
