@@ -270,8 +270,9 @@ def _prose(tree: ast.AST) -> Iterator[ast.expr]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield from _strings(node.value)
         elif isinstance(node, ast.Raise) and node.exc is not None:
-            is_call = isinstance(node.exc, ast.Call)
-            for argument in (*node.exc.args, *(each.value for each in node.exc.keywords)) if is_call else (node.exc,):
+            raised = node.exc
+            arguments = [*raised.args, *(each.value for each in raised.keywords)] if isinstance(raised, ast.Call) else [raised]
+            for argument in arguments:
                 yield from _strings(argument)
         elif isinstance(node, ast.Assert) and node.msg is not None:
             yield from _strings(node.msg)
