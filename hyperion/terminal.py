@@ -111,8 +111,8 @@ def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
     Closed streams are replaced by os.devnull. Characters that the terminal cannot encode are printed as escapes. If the process
     that reads standard output ends first, as in `| head -1`, the command ends silently with exit code 141.
 
-    If SIGTERM has its default effect, it ends the command as an exception, so that the command removes its temporary files and ends
-    its child processes. The exit code is 143. A command can install its own handler.
+    If SIGTERM has its default effect, it ends the command as an exception (SystemExit with the code 143), so that the command
+    removes its temporary files and ends its child processes. A command can install its own handler.
 
     Args:
         command: function that runs the command and returns its exit code.

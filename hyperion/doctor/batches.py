@@ -96,7 +96,7 @@ def _fits(step: Callable[[int], object], batch: int) -> bool:
 def load_step(file: Path) -> Callable[[int], object]:
     """Run a Python file and return its function `step`.
 
-    While the file runs, it can import the modules in its folder, and sees a command line without arguments, as with `python FILE`.
+    As with `python FILE`, the file can import the modules in its folder while it runs, and its command line has no arguments.
 
     Raises:
         HyperionError: the file does not exist or has no function `step`.

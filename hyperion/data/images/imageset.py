@@ -16,7 +16,7 @@ from hyperion.data.store.folders import DataError
 from hyperion.data.store.sources import Checksums
 
 IMAGE_SHAPE = (3, 32, 32)
-_REMEDY = "remove these files and stage or prepare them again"
+_REMEDY = "correct your own arrays, or remove damaged files and stage or prepare them again"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,10 @@ def check_images(images: np.ndarray, where: object) -> None:
         raise DataError(fault, where=where, next_step=_REMEDY)
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE:
         raise DataError(
-            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]", where=where, next_step=_REMEDY
+            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]",
+            where=where,
+            next_step="prepared image sets have this form only: resize your own images to 32 x 32 with three channels, or pass "
+            "square images of another size directly to ImageBatches; if the images come from stored files, prepare these again",
         )
 
 
