@@ -234,11 +234,12 @@ def report(run: RunName = "latest") -> None:
     The report of a reference is written to the folder of the results, because references are in git and have a page of their own.
     """
     from hyperion.book import Material, write_report
-    from hyperion.paths import reference_folder, results_folder
+    from hyperion.paths import reference_folder, results_folder, shipped_reference_folder
     from hyperion.results import Run, find_run
 
     store = Run.open(find_run(run))
-    is_reference = store.folder.resolve().parent == reference_folder().resolve()
+    references = [folder.resolve() for folder in (reference_folder(), shipped_reference_folder())]
+    is_reference = store.folder.resolve().parent in references
     page = results_folder() / f"report-{store.folder.name}.html" if is_reference else None
     material = Material(store)
     say(f"report: {write_report(store, material, page)}")
