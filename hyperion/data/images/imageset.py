@@ -24,8 +24,8 @@ class ImageSet:
     """Images and labels of a train and a test split.
 
     Attributes:
-        name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never has the name of the real one.
-        source: 'mirror', 'cache', 'download' or 'synthetic'.
+        name: 'cifar-10', 'synthetic-gratings', or a name that the user chose; a synthetic set never has the name of the real one.
+        source: 'mirror', 'cache', 'download', 'synthetic', or 'files' for the user's own images.
         detail: description of the source, without local paths.
         train_images, test_images: uint8 [N, 3, 32, 32].
         train_labels, test_labels: int64 [N].
