@@ -235,12 +235,12 @@ def report(run: RunName = "latest") -> None:
     The report of a run whose folder cannot be written is written there too. Both are named report-RUN.html.
     """
     from hyperion.book import Material, write_report
-    from hyperion.paths import reference_folder, results_folder
+    from hyperion.paths import reference_folder, results_folder, shipped_reference_folder
     from hyperion.results import Run, find_run
 
     store = Run.open(find_run(run))
-    is_reference = store.folder.resolve().parent == reference_folder().resolve()
-    elsewhere = is_reference or not os.access(store.folder, os.W_OK)
+    references = [folder.resolve() for folder in (reference_folder(), shipped_reference_folder())]
+    elsewhere = store.folder.resolve().parent in references or not os.access(store.folder, os.W_OK)
     page = results_folder() / f"report-{store.folder.name}.html" if elsewhere else None
     material = Material(store)
     say(f"report: {write_report(store, material, page)}")

@@ -1,8 +1,10 @@
 """The exception for errors that a user can correct, and checks of arguments that raise it."""
 
+import difflib
 import errno
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 
@@ -61,6 +63,14 @@ def require_seed(seed: int) -> int:
             next_step="give another seed, for example --seed 0 or SEED=0",
         )
     return int(seed)
+
+
+def nearest_first(name: str, known: Iterable[str]) -> str:
+    """Return the known names as text, for the message about an unknown name. Similar names come first and are marked."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    others = ", ".join(one for one in names if one not in close)
+    return f"{', '.join(close)} (similar){others and f', {others}'}" if close else others
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: str, where: object, elsewhere: str) -> Error:

@@ -63,6 +63,11 @@ def reference_folder() -> Path:
     return project_root() / "results" / "reference"
 
 
+def shipped_reference_folder() -> Path:
+    """Return the folder of the reference runs in the checkout from which `hyperion` is imported. It may not exist."""
+    return Path(hyperion.__file__).resolve().parent.parent / "results" / "reference"
+
+
 def expanded(name: str) -> Path:
     """Return the path `name` with a leading ~ expanded to the user's home folder.
 

@@ -9,9 +9,12 @@ import html
 import io
 import os
 import select
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hyperion.errors import HyperionError
@@ -108,12 +111,19 @@ def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
     Closed streams are replaced by os.devnull. Characters that the terminal cannot encode are printed as escapes. If the process
     that reads standard output ends first, as in `| head -1`, the command ends silently with exit code 141.
 
+    If SIGTERM has its default effect, it ends the command as an exception (SystemExit with the code 143), so that the command
+    removes its temporary files and ends its child processes. A command can install its own handler.
+
     Args:
         command: function that runs the command and returns its exit code.
         prefix: prefix of error messages.
     """
     _prepare_streams()
     _prepare_home()
+    # Python installs signal handlers in the main thread only.
+    default = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if default:
+        signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         code = command()
         sys.stdout.flush()
@@ -132,6 +142,14 @@ def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
         next_step = _WRONG_PATH.get(type(error), may_use)
         _print_error(f"{prefix}: {error}\n  next:  {next_step}")
         return HyperionError.exit_code
+    finally:
+        if default:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def exit_on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Signal handler of `run_command`: raise SystemExit with the exit code that shells report for the signal."""
+    raise SystemExit(128 + number)
 
 
 _WRONG_PATH = {

@@ -1,4 +1,5 @@
-"""The recipes of CONTRIBUTING.md: the first two give experiments that run, and the others name files that exist."""
+"""The recipes of CONTRIBUTING.md: the first two give experiments that run, the programs for data of one's own run, and the others
+name files that exist."""
 
 import json
 import os
@@ -8,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from hyperion.results import Run
 from tests.reproduce.small_book import write_notebook
@@ -17,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 RECIPE = TEXT[TEXT.index("## Add an experiment") : TEXT.index("## Add a subject of your own")]
 OWN = TEXT[TEXT.index("## Add a subject of your own") : TEXT.index("## Add a model size")]
+OWN_DATA = TEXT[TEXT.index("## Use data of your own") : TEXT.index("## Add a GPU of a known architecture")]
 # "`path`, before `marker`:" and its code.
 STEP = re.compile(
     r"`([^`\n]+\.(?:py|toml|ipynb))`(?:, (before|after|at the end)(?: `([^`]+)`)?)?[^\n]*:\n\n```\w+\n(.*?)```", re.S
@@ -115,3 +119,33 @@ def test_the_recipe_for_a_subject_of_ones_own_gives_an_experiment_that_runs(tmp_
     assert [row.metric for row in latest.rows("01_straight_line")] == ["line_loss", "call_time_s"]
     assert (latest.folder / "benchmarks" / "lines" / "losses.png").is_file()
     assert "A straight line" in (latest.folder / "report.html").read_text()
+
+
+@pytest.mark.process
+def test_the_programs_for_data_of_ones_own_run(tmp_path):
+    generator = np.random.default_rng(0)
+    for split, lines in (("train", 300), ("valid", 30), ("test", 30)):
+        words = generator.integers(0, 50, (lines, 8))
+        text = "".join(" ".join(f"word{number}" for number in line) + "\n" for line in words)
+        (tmp_path / f"{split}.txt").write_text(text)
+    for split, count in (("train", 6), ("test", 2)):
+        for name in ("cats", "dogs"):
+            folder = tmp_path / "pictures" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(generator.integers(0, 256, (40, 50), dtype=np.uint8)).save(folder / f"{number}.png")
+    programs = re.findall(r"`(own_\w+\.py)`.*?```python\n(.*?)```", OWN_DATA, re.S)
+    assert [name for name, _ in programs] == ["own_text.py", "own_images.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HYPERION_DATA": str(tmp_path / "data")}
+    printed = []
+    for name, code in programs:
+        (tmp_path / name).write_text(code)
+        done = subprocess.run(
+            [sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout)
+    assert re.search(r"batches of \[4, 16\] tokens", printed[0]) and "2 classes, 3 batches of [4, 3, 32, 32]" in printed[1]
+    verify = [sys.executable, "-m", "hyperion", "data", "verify"]
+    done = subprocess.run(verify, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and "2 data sets, 0 damaged" in done.stdout, done.stdout + done.stderr

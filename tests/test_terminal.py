@@ -2,8 +2,10 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,44 @@ def removable(tmp_path):
 def test_a_reader_that_ends_first_ends_the_command_silently(shell, removable):
     done = shell("set -o pipefail; hyperion clean --dry-run | true")
     assert (done.returncode, done.stderr) == (141, "")
+
+
+RELAUNCH = "from hyperion.cli import main; import sys; sys.argv = ['hyperion', 'relaunch', 'work.py', '.', '.']; sys.exit(main())"
+JOB = """
+import sys
+from hyperion.processes.job import Job, run_job
+from hyperion.terminal import run_command
+from tests.processes.job_entries import sleep
+sys.exit(run_command(lambda: run_job(Job(sleep, {"pid_file": "pid"}))))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("program", "made"), [(RELAUNCH, "results/*-relaunch"), (JOB, "tmp/hyperion-job-*")])
+def test_sigterm_ends_a_command_and_leaves_no_folder(tmp_path, program, made):
+    (tmp_path / "work.py").write_text("import time\ndef work(): return {'wait': lambda: time.sleep(100)}\n")
+    (tmp_path / "tmp").mkdir()
+    ours = {"PYTHONPATH": str(CHECKOUT), "HYPERION_RESULTS": str(tmp_path / "results"), "TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | ours, stderr=subprocess.PIPE)
+    try:
+        while not list(tmp_path.glob(made)):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM and b"Traceback" not in errors, errors
+    assert list(tmp_path.glob(made)) == []
+
+
+def test_a_handler_of_sigterm_outside_of_a_command_stays():
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert run_command(lambda: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN)) == 0
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 @pytest.mark.process

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from hyperion.chapter.subjects import Subject, subject_of, subjects, subjects_of
-from hyperion.errors import HyperionError, not_none
+from hyperion.errors import HyperionError, nearest_first, not_none
 from hyperion.figures.material import ALL, Material, Plot, made_from_rows, values
 from hyperion.figures.style import GRID, INK, SUMMARY_LETTERING, add_notes, log_ticks, look, new_figure, png, styled
 from hyperion.results import Prediction, Row
@@ -46,8 +46,8 @@ def _plots_of_subject(subject: Subject, experiments: set[str]) -> tuple[Plot, ..
         fault, remedy = f"PLOTS is {plots!r:.80}, not a tuple of Plot", "write PLOTS = (Plot(…),), with the comma"
     elif unknown := [plot for plot in plots if plot.experiment not in experiments | {ALL}]:
         fault = f"the figure {unknown[0].name!r} in PLOTS belongs to {unknown[0].experiment!r}, which is no experiment"
-        own = sorted(experiments & set(subject.modules))
-        remedy = f"use the name of a module with an EXPERIMENT: {', '.join(own) or 'this subject has none'}"
+        own = nearest_first(unknown[0].experiment, subject.experiments)
+        remedy = f"use the name of a module with an EXPERIMENT: {own or 'this subject has none'}"
     else:
         return tuple(plots)
     raise HyperionError(fault, where=subject.folder / "figures.py", next_step=remedy)
@@ -91,7 +91,8 @@ def draw(name: str, material: Material, **options) -> bytes | None:
     plots = all_plots()
     chosen = next((plot for plot in plots if plot.name == name), None)
     if chosen is None:
-        raise HyperionError(f"no figure {name!r}", next_step=f"use one of {', '.join(plot.name for plot in plots)}")
+        known = [plot.name for plot in plots]
+        raise HyperionError(f"no figure {name!r}", next_step=f"use one of {nearest_first(name, known)}")
 
     @made_from_rows(f"figure {name!r}")
     def drawn() -> bytes | None:

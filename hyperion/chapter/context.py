@@ -123,15 +123,16 @@ class Options(BaseModel):
         return cls.parse(context.sizes, context.experiment)
 
     @classmethod
-    def parse(cls, sizes: dict, experiment: str) -> Self:
+    def parse(cls, sizes: dict, experiment: str, profile: str = "") -> Self:
         """Return the options with the values that a profile states.
 
         Args:
             sizes: a dict that maps each option to its value.
             experiment: name of the experiment, for error messages.
+            profile: name of the profile, for error messages; "" if the values come from a call.
 
         Raises:
-            HyperionError: an option is unknown, missing or invalid. The message names the option.
+            HyperionError: an option is unknown, missing or invalid. The message names the option and its value.
         """
         try:
             # Pass the sizes as JSON: only then does a strict model accept lists for tuples and dicts for nested models.
@@ -141,9 +142,12 @@ class Options(BaseModel):
             first = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
             name = ".".join(str(part) for part in first["loc"])
             known = ", ".join(cls.model_fields)
-            fault = {"extra_forbidden": "there is no such option", "missing": "it has no value"}.get(first["type"], first["msg"])
+            faults = {"extra_forbidden": "there is no such option", "missing": "it has no value"}
+            value = f"; the value is {first['input']!r:.80}" if name else ""  # a check of several options has no single value
+            fault = faults.get(first["type"], first["msg"] + value)
+            within = f" in the profile {profile!r}" if profile else ""
             raise HyperionError(
-                f"option {name!r} of the experiment {experiment!r}: {fault}",
+                f"option {name!r} of the experiment {experiment!r}{within}: {fault}",
                 where="options of the experiment: in sizes.toml of its subject, or in the arguments of the call",
                 next_step=f"correct this option; the experiment has the options {known}",
             ) from error

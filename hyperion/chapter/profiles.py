@@ -148,7 +148,7 @@ def require_valid_sizes(profile: Profile, experiments: Iterable[str]) -> None:
     """
     for name in experiments:
         if name in profile.experiments and (options := experiment_named(name).options) is not None:
-            options.parse(profile.experiments[name], f"{name} in profile {profile.name}")
+            options.parse(profile.experiments[name], name, profile.name)
 
 
 def reference_runs() -> list[Run]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hyperion.chapter.context import Experiment
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, nearest_first
 from hyperion.results.metrics import Metric, register_metric
 
 ENTRY_POINTS = "hyperion.subjects"
@@ -196,7 +196,7 @@ def experiment_named(name: str) -> Experiment:
     """Return the experiment with this name, without importing other experiments.
 
     Raises:
-        HyperionError: there is no experiment with this name. The message lists all experiments.
+        HyperionError: there is no experiment with this name. The message lists all experiments, similar ones first.
     """
     subject = subject_of(name)
     experiment = getattr(subject.module(name), "EXPERIMENT", None) if subject else None
@@ -207,7 +207,7 @@ def experiment_named(name: str) -> Experiment:
                 where=subject.folder / f"{name}.py",
                 next_step="define EXPERIMENT = Experiment(forecast, run, options=…) in it, or name another experiment",
             )
-        raise HyperionError(f"no experiment {name!r}", next_step=f"use one of {', '.join(experiment_names())}")
+        raise HyperionError(f"no experiment {name!r}", next_step=f"use one of {nearest_first(name, experiment_names())}")
     return experiment
 
 

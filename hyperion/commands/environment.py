@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from hyperion.terminal import say
 
 if TYPE_CHECKING:
     from hyperion.hardware import MachineFacts
+    from hyperion.install.assignments import Assignment
 
 
 def env(
@@ -84,10 +86,11 @@ def _print_lint(files: list[Path]) -> int:
     Each file is checked alone, and then all files together for contradictions between them. Return 2 if a file cannot be read,
     1 if there is a finding other than 'unknown here', else 0.
     """
-    from hyperion.install.assignments import read_assignments
+    from hyperion.install.assignments import Assignment, read_assignments
     from hyperion.install.variables import lint
 
-    sources, unread = ({}, []) if files else ({"environment": sorted(os.environ.items())}, [])
+    here = [Assignment(name, value) for name, value in sorted(os.environ.items())]
+    sources, unread = ({}, []) if files else ({"environment": here}, [])
     for file in files:
         try:
             sources[str(file)] = read_assignments(file)
@@ -96,17 +99,28 @@ def _print_lint(files: list[Path]) -> int:
     site_packages = Path(sysconfig.get_paths()["purelib"])
     found = [(place, finding) for place, assignments in sources.items() for finding in lint(assignments, site_packages)]
     known = {finding for _, finding in found}
-    for finding in lint(itertools.chain.from_iterable(sources.values())):
+    # A file with several values of a variable, for example one for each of its commands, does not contradict other files.
+    for finding in lint(itertools.chain.from_iterable(map(_single_values, sources.values()))):
         if finding.kind == "contradiction" and finding not in known:
             found.append((", ".join(sources), finding))
     for place, finding in found:
         say(f"{place}: {finding.kind}: {finding.what}")
         say(f"  next:  {finding.instead}")
     count = sum(finding.kind != "unknown here" for _, finding in found)
-    say(f"findings: {count}, in {sum(map(len, sources.values()))} settings")
+    settings = sum(one.value is not None for assignments in sources.values() for one in assignments)
+    say(f"findings: {count}, in {settings} settings")
     for error in unread:
         say(f"not checked: {error}")
     return 2 if unread else int(count > 0)
+
+
+def _single_values(assignments: "Iterable[Assignment]") -> list[tuple[str, str]]:
+    """Return the variables that have only one value in a file, with this value."""
+    values: dict[str, set[str]] = {}
+    for one in assignments:
+        if one.value is not None:
+            values.setdefault(one.name, set()).add(one.value)
+    return [(name, found.pop()) for name, found in values.items() if len(found) == 1]
 
 
 def _print_variables() -> None:

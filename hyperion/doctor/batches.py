@@ -3,6 +3,7 @@
 import contextlib
 import resource
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,12 +96,21 @@ def _fits(step: Callable[[int], object], batch: int) -> bool:
 def load_step(file: Path) -> Callable[[int], object]:
     """Run a Python file and return its function `step`.
 
+    As with `python FILE`, the file can import the modules in its folder while it runs, and its command line has no arguments.
+
     Raises:
         HyperionError: the file does not exist or has no function `step`.
     """
     if not file.is_file():
         raise HyperionError("there is no such file", where=file, next_step="name a Python file with a function step(batch)")
-    step = runpy.run_path(str(file)).get("step")
+    arguments, folder = sys.argv, str(file.resolve().parent)
+    sys.argv = [str(file)]
+    sys.path.insert(0, folder)
+    try:
+        step = runpy.run_path(str(file)).get("step")
+    finally:
+        sys.argv = arguments
+        sys.path.remove(folder)  # and not the entries that the file itself added for its later imports
     if not callable(step):
         raise HyperionError("this file has no function step(batch)", where=file, next_step="define step(batch: int) in it")
     return step

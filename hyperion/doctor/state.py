@@ -356,9 +356,14 @@ def _damaged_data() -> tuple[str, ...]:
 
 def _end_of(log: Path) -> str:
     with open(log, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _LOG_BYTES))
-        return file.read().decode(errors="replace")
+        if file.seekable():
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LOG_BYTES))
+            return file.read().decode(errors="replace")
+        end = b""
+        while part := file.read(_LOG_BYTES):  # a pipe, such as /dev/stdin, can only be read from its beginning
+            end = (end + part)[-_LOG_BYTES:]
+        return end.decode(errors="replace")
 
 
 def machine_settings(state: State | None = None) -> list[Setting]:

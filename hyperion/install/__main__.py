@@ -1,12 +1,14 @@
 """The command line of the set-up, `python3 -m hyperion.install`."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hyperion.errors import HyperionError
 from hyperion.install import environment, overlay
 from hyperion.install.machine import collect_facts, decide
 from hyperion.install.plan import choose
@@ -14,6 +16,7 @@ from hyperion.locks import FileLock
 from hyperion.terminal import run_command, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,15 +116,45 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
 
 @contextmanager
 def _one_set_up() -> Iterator[None]:
-    """Context manager that allows one set-up at a time in this checkout. A second one waits until the first has finished."""
+    """Context manager that allows one set-up at a time in this checkout. A second one waits until the first has finished.
+
+    In a checkout that this user may not change, a ready environment is used without the lock.
+
+    Raises:
+        HyperionError: the environment is not ready, and this user may not change the checkout.
+    """
     lock = FileLock(ROOT / ".setup.lock")
-    if not lock.acquire(wait=False):
+    try:
+        acquired = lock.acquire(wait=False)
+    except OSError as error:
+        # In a folder that can be changed, the lock is needed: it may be the lock file of another user that cannot be opened.
+        if error.errno not in _READ_ONLY or os.access(ROOT, os.W_OK):
+            raise
+        with _nothing_to_write():
+            yield
+        return
+    if not acquired:
         print("hyperion: waiting for another set-up in this checkout", file=sys.stderr, flush=True)
         lock.acquire()
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def _nothing_to_write() -> Iterator[None]:
+    """Context manager in which an attempt to write is an error that says who can set up this checkout."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        raise HyperionError(
+            f"the environment is not ready, and this user may not change the checkout: {error}",
+            where=ROOT,
+            next_step="let the owner of the checkout run the same make command once, or make a checkout of your own",
+        ) from error
 
 
 if __name__ == "__main__":

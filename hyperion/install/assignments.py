@@ -1,6 +1,9 @@
 """Read the settings of environment variables from shell scripts, Dockerfiles and Python files.
 
 Nothing is run. A value that is known only at run time is given as it is written, with a `$`.
+
+Every setting has a scope, which says where it applies. Two settings can only contradict each other if they apply to the same
+program: the settings of two commands, or of two branches of an `if`, cannot.
 """
 
 import ast
@@ -9,10 +12,29 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from hyperion.errors import HyperionError
 
 Assignments = list[tuple[str, str]]
+Scope = tuple[int, ...]
+
+
+class Assignment(NamedTuple):
+    """One setting of an environment variable.
+
+    Args:
+        name: the variable.
+        value: its value, or None if the variable is removed here.
+        scope: where the setting applies. () is the rest of the file. Otherwise, it is a path of numbers that differ between
+            commands, branches, loops, functions and subshells. A setting also applies to the scopes whose paths begin with it.
+    """
+
+    name: str
+    value: str | None
+    scope: Scope = ()
+
+
 _SETTING = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 # Words that may stand before a command. RUN, CMD and ENTRYPOINT are instructions of a Dockerfile.
@@ -22,11 +44,14 @@ _OPTIONS = {"-e", "-x", "--env"}
 _QUOTED_OR_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?:^|(?<=[\s;&|(]))\#[^\n]*""", re.DOTALL)
 _SUBSTITUTION = re.compile(r"\$\(\([^()]*\)\)|\$\(([^()]*)\)|`([^`\n]*)`")
 _SHELLS, _PYTHONS = re.compile(r"(?:.*/)?(?:ba|da|z|k|fi)?sh"), re.compile(r"(?:.*/)?python[\d.]*")
+# Words that open a part of a script that may not be run, and words that close it. `end` is fish's, `endif` is csh's.
+_OPENING, _NEXT_BRANCH = {"if", "for", "while", "until", "case", "select", "{"}, {"then", "else", "elif"}
+_CLOSING = {"fi", "done", "esac", "}", "end", "endif"}
 _LINES_OF_A_QUOTE = 100  # a quote that is open for longer is a stray quotation mark, such as an apostrophe
 
 
-def read_assignments(file: Path) -> Assignments:
-    """Return the settings in a shell script, a Dockerfile or a Python file, in their order.
+def read_assignments(file: Path) -> list[Assignment]:
+    """Return the settings in a shell script, a Dockerfile or a Python file, in their order, with their scopes.
 
     Raises:
         HyperionError: the file cannot be read as text, it is a Python file with a syntax error, or a file of data.
@@ -41,7 +66,7 @@ def read_assignments(file: Path) -> Assignments:
         text = file.read_text(encoding="utf-8")
         first_line = text.partition("\n")[0]
         is_python = file.suffix == ".py" or (first_line.startswith("#!") and "python" in first_line)
-        return python_assignments(text) if is_python else shell_assignments(text)
+        return list(_of_python(text) if is_python else _of_shell(text))
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
         raise HyperionError(
             f"cannot read: {error}", where=file, next_step="name a shell script, Dockerfile or Python file"
@@ -55,11 +80,40 @@ def shell_assignments(text: str) -> Assignments:
     options such as `docker run -e A=1`, `mpirun -x A=1` and `srun --export=ALL,A=1`. The text after `bash -c`, the code after
     `python -c`, and here-documents are read too.
     """
-    return [pair for words in _commands(text) for pair in _of_command(words)]
+    return _pairs(_of_shell(text))
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command. A here-document is yielded as the command ["bash" or "python", "-c", TEXT]."""
+def _pairs(assignments: Iterable[Assignment]) -> Assignments:
+    return [(one.name, one.value) for one in assignments if one.value is not None]
+
+
+def _of_shell(text: str) -> Iterator[Assignment]:
+    numbers = itertools.count()
+    # The parts of the script around the command, from the outermost inwards: what opened each part, and its number.
+    parts: list[tuple[str, int]] = []
+    for operators, words in _commands(text):
+        keywords = itertools.takewhile((_BEFORE_COMMAND | _OPENING | _CLOSING).__contains__, words)
+        for word in (*re.findall(r";;|[()]", operators), *keywords):
+            opener = parts[-1][0] if parts else ""
+            if word == "(" or word in _OPENING:
+                parts.append((word, next(numbers)))
+            elif (word == ")" and opener == "(") or (word in _CLOSING and opener):
+                parts.pop()
+            elif (word == ";;" and opener == "case") or (word in _NEXT_BRANCH and opener == "if"):
+                parts[-1] = (opener, next(numbers))
+        scope, command = tuple(number for _, number in parts), next(numbers)
+        if "&&" in operators or "||" in operators:
+            scope = (*scope, command)
+        for one in _of_command(words):
+            # The settings of a program, whose scope is relative to the command, apply to this program only.
+            yield one._replace(scope=scope if one.scope == _LASTING else (*scope, command, *one.scope))
+
+
+def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the operators before each command, and its words.
+
+    A here-document is yielded as the command ["bash" or "python", "-c", TEXT], and a substitution as a subshell.
+    """
     # A Dockerfile may have comments between the lines of one instruction.
     text = re.sub(r"(?m)^[ \t]*#.*\n?", "", text)
     lines = re.sub(r"\\\r?\n", " ", text).split("\n")
@@ -73,14 +127,17 @@ def _commands(text: str) -> Iterator[list[str]]:
                 break
         # A quotation mark without a partner: the words without their quotation marks are the best reading.
         words = [word.strip("\"'") for word in line.split()] if words is None else words
-        yield from itertools.chain.from_iterable(map(_commands, substituted))
+        for inner in substituted:
+            yield "(", []
+            yield from _commands(inner)
+            yield ")", []
         yield from _simple_commands(words)
         for operator, end in itertools.pairwise(words):
             body = list(itertools.takewhile(lambda one, end=end: one.strip() != end.removeprefix("-"), lines))
             if operator == "<<" and len(body) < len(lines):
                 del lines[: len(body) + 1]
                 is_python = any(_PYTHONS.fullmatch(word) or word.endswith(".py") for word in words)
-                yield ["python" if is_python else "bash", "-c", "\n".join(body)]
+                yield "", ["python" if is_python else "bash", "-c", "\n".join(body)]
 
 
 def _split(line: str) -> tuple[list[str] | None, list[str]]:
@@ -101,31 +158,39 @@ def _split(line: str) -> tuple[list[str] | None, list[str]]:
         return None, []
 
 
-def _simple_commands(words: Iterable[str]) -> Iterator[list[str]]:
-    """Divide the words of a line at operators such as `;` and `&&`. Redirections are left out."""
-    command, is_target = [], False
+def _simple_commands(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Divide the words of a line at operators such as `;` and `&&`. Yield the operator before each command, and its words.
+
+    Redirections are left out.
+    """
+    command, is_target, operator = [], False, ""
     for word in words:
         if set(word) <= set("();<>|&") and word:
             is_target = bool(set(word) & set("<>"))
             if not is_target:
-                yield command
-                command = []
+                yield operator, command
+                command, operator = [], word
         elif is_target:
             is_target = False
         else:
             command.append(word)
-    yield command
+    yield operator, command
 
 
-def _of_command(words: list[str]) -> Iterator[tuple[str, str]]:
+_LASTING: Scope = (-1,)  # scope, relative to a command, of a setting that also applies to the commands after it
+
+
+def _of_command(words: list[str]) -> Iterator[Assignment]:
     words = list(itertools.dropwhile(_BEFORE_COMMAND.__contains__, words))
     match words:
         case ["ENV" | "setenv", name, value, *more] if _NAME.fullmatch(name):
-            yield name, " ".join([value, *more])
+            yield Assignment(name, " ".join([value, *more]), _LASTING)
         case ["set", flags, name, *values] if re.fullmatch(r"-[gUl]*x", flags) and _NAME.fullmatch(name):
-            yield name, " ".join(values)
+            yield Assignment(name, " ".join(values), _LASTING)
+        case ["unset" | "unsetenv", *names]:
+            yield from (Assignment(name, None, _LASTING) for name in names if _NAME.fullmatch(name))
         case ["ENV" | "export" | "declare" | "typeset" | "readonly" | "local", *rest]:
-            yield from _settings(rest)
+            yield from (Assignment(*pair, _LASTING) for pair in _settings(rest))
         case _:
             yield from _of_program(words)
 
@@ -134,30 +199,30 @@ def _settings(words: Iterable[str]) -> Assignments:
     return [(found[1], found[2]) for found in map(_SETTING.fullmatch, words) if found]
 
 
-def _of_program(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the settings before the name of a program, those of `env`, and those of its options."""
+def _of_program(words: list[str]) -> Iterator[Assignment]:
+    """Yield the settings before the name of a program, those of `env`, those of its options, and those of the text after -c."""
     may_set, before, reader = True, ["", ""], ""
     for word in words:
         setting = _SETTING.fullmatch(word)
         if setting and (may_set or before[1] in _OPTIONS):
-            yield setting[1], setting[2]
+            yield Assignment(setting[1], setting[2])
         elif before[0] in ("-genv", "-env") and _NAME.fullmatch(before[1]):  # mpiexec of MPICH
-            yield before[1], word
+            yield Assignment(before[1], word)
         elif option := re.fullmatch(r"(?:--env=|-e)(.*)", word, re.DOTALL):
-            yield from _settings([option[1]])
+            yield from itertools.starmap(Assignment, _settings([option[1]]))
         elif word.startswith("--export="):  # srun and sbatch
-            yield from _settings(word.removeprefix("--export=").split(","))
+            yield from itertools.starmap(Assignment, _settings(word.removeprefix("--export=").split(",")))
         elif reader and re.fullmatch("-[a-z]*c", before[1]):  # bash -lc TEXT
-            yield from shell_assignments(word) if _SHELLS.fullmatch(reader) else _of_embedded_python(word)
+            yield from _of_shell(word) if _SHELLS.fullmatch(reader) else _of_embedded_python(word)
         # `env -i A=1 program`: the options of env do not end its settings.
         may_set = word == "env" or (may_set and (setting is not None or word.startswith("-") or before[1] == "-u"))
         reader = word if _SHELLS.fullmatch(word) or _PYTHONS.fullmatch(word) else reader
         before = [before[1], word]
 
 
-def _of_embedded_python(text: str) -> Assignments:
+def _of_embedded_python(text: str) -> list[Assignment]:
     try:
-        return python_assignments(text)
+        return list(_of_python(text))
     except SyntaxError:  # the shell replaces a part of the text
         return []
 
@@ -171,9 +236,32 @@ def python_assignments(text: str) -> Assignments:
     Raises:
         SyntaxError: the text is not valid Python.
     """
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt | ast.expr)]
-    nodes.sort(key=lambda node: (node.lineno, node.col_offset))  # ast.walk goes by depth, but the last setting counts
-    return list(itertools.chain.from_iterable(map(_of_node, nodes)))
+    return _pairs(_of_python(text))
+
+
+def _of_python(text: str) -> Iterator[Assignment]:
+    numbers = itertools.count()
+    nodes = list(_scoped_nodes(ast.parse(text), numbers))
+    nodes.sort(key=lambda found: (found[0].lineno, found[0].col_offset))  # a call begins after the calls in its arguments
+    for node, scope in nodes:
+        of_call = isinstance(node, ast.Call) and any(one.arg == "env" for one in node.keywords)
+        place = (*scope, next(numbers)) if of_call else scope
+        yield from (Assignment(name, value, place) for name, value in _of_node(node))
+
+
+def _scoped_nodes(tree: ast.Module, numbers: Iterator[int]) -> Iterator[tuple[ast.stmt | ast.expr, Scope]]:
+    """Yield the statements and expressions of a program with their scopes. Each block that may not be run has its own scope."""
+    pending: list[tuple[ast.AST, Scope]] = [(tree, ())]
+    while pending:
+        node, scope = pending.pop()
+        if isinstance(node, ast.stmt | ast.expr):
+            yield node, scope
+        always = isinstance(node, ast.Module | ast.With | ast.AsyncWith)
+        for _, content in ast.iter_fields(node):
+            children = [one for one in (content if isinstance(content, list) else [content]) if isinstance(one, ast.AST)]
+            is_block = isinstance(content, list) and any(isinstance(one, ast.stmt) for one in children)
+            within = (*scope, next(numbers)) if is_block and not always else scope
+            pending += [(child, within) for child in children]
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[str, str]]:

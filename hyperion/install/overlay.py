@@ -73,8 +73,9 @@ def ensure_overlay(
         # Earlier requirements are installed again, because `_fill` replaces the whole overlay.
         _fill(root, folder, found, sorted({*required, *usable}))
         stamp = read_stamp(folder)
-    stamp = {"covers": [], **stamp, "absent": sorted(known_absent | set(tried) - set(usable))}
-    write_stamp(folder, stamp)
+    old, stamp = stamp, {"covers": [], **stamp, "absent": sorted(known_absent | set(tried) - set(usable))}
+    if stamp != old:  # a ready overlay may be in a checkout that this user cannot change
+        write_stamp(folder, stamp)
     # Computed after the installation, because the variables depend on the content of the overlay.
     variables = environment_variables(root, folder, found.bytecode)
     # Importing torch takes seconds, so the result is remembered in the stamp.
@@ -274,5 +275,9 @@ def _write_launcher(folder: Path, python: Path, variables: dict[str, str]) -> No
     lines = ["unset PYTHONDONTWRITEBYTECODE"] if "PYTHONPYCACHEPREFIX" in variables else []
     lines += [f"export {name}={shlex.quote(variables[name])}" for name in names if name in variables]
     launcher = folder / "hyperion"
-    launcher.write_text("\n".join(["#!/bin/sh", *lines, f'exec {shlex.quote(str(python))} -m hyperion "$@"', ""]), "utf-8")
+    text = "\n".join(["#!/bin/sh", *lines, f'exec {shlex.quote(str(python))} -m hyperion "$@"', ""])
+    # The variables contain those of the user who calls, but the overlay may be in a checkout that this user cannot change.
+    if launcher.is_file() and not os.access(launcher, os.W_OK):
+        return
+    launcher.write_text(text, "utf-8")
     launcher.chmod(0o755)

@@ -4,17 +4,20 @@ The registry is variables.toml. The linter names variables that nothing reads, v
 each other. assignments.py reads the settings from files.
 """
 
+import difflib
 import functools
 import mmap
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hyperion.errors import HyperionError
+from hyperion.install.assignments import Assignment, Scope
 
 # Prefixes of names whose readers the registry knows, and the libraries that read them. An unknown name with such a prefix is
 # probably a mistake. Whether it is one can only be decided where one of these libraries is installed.
@@ -29,6 +32,7 @@ _FAMILIES = {
     "PYTORCH_": ("libc10.so",),
     "GPU_MAX_": ("libamdhip64.so*",),
 }
+_OWN = "HYPERION_"  # the registry knows all variables with this prefix, so no library needs to be searched
 _FOLDERS = ("torch/lib", "nvidia/*/lib", "_rocm_sdk_*/lib")  # below site-packages
 _FILES = ("torch/lib/lib*.so*", "nvidia/**/lib*.so*", "torch/cuda/*.py", "torch/utils/cpp_extension.py")
 SHELLS = ("bash", "zsh", "fish")
@@ -103,33 +107,33 @@ def fictional() -> dict[str, str]:
 
 
 def lint(
-    assignments: Iterable[tuple[str, str]], site_packages: Path | None = None, system: Path = Path("/opt/rocm/lib")
+    assignments: Iterable[Assignment | tuple[str, str]], site_packages: Path | None = None, system: Path = Path("/opt/rocm/lib")
 ) -> list[VariableFinding]:
     """Return the linter's findings about settings of environment variables.
 
-    Two values of one variable are a contradiction if a known library reads the variable. A value that contains a `$` is known
-    only at run time, and contradicts nothing.
+    Two values of one variable in the same scope are a contradiction if a known library reads the variable, unless the variable
+    is removed between them. A value that contains a `$` is known only at run time, and contradicts nothing.
 
     Args:
-        assignments: pairs of name and value in their order. A name may occur several times.
+        assignments: settings in their order, as `read_assignments` returns them. A name may occur several times. Pairs of name
+            and value have the scope ().
         site_packages: folder of the installed packages. If given, a name that neither the registry nor a library of these
             packages contains is a finding of kind 'unlisted' or 'unknown here'. If None, the libraries are not searched, and
             there are no such findings.
         system: folder of the libraries of ROCm, which are searched like those of the packages.
     """
-    findings, last, values = [], {}, {}
-    for name, value in assignments:
-        last[name] = value
-        if "$" not in value and (name in registry() or name.startswith(tuple(_FAMILIES))):
-            values.setdefault(name, {})[value] = None
-    for name, different in values.items():
-        if len(different) > 1:
-            what = f"{name} is set to {' and to '.join(map(repr, different))}"
-            findings.append(VariableFinding("contradiction", name, what, "keep one of them; the last one counts"))
-    for name, value in last.items():
+    given = [one if isinstance(one, Assignment) else Assignment(*one) for one in assignments]
+    findings = _repeated(given)
+    for name, value in {one.name: one.value for one in given if one.value is not None}.items():
         if name in fictional():
             what = f"nothing reads {name}={value}"
             findings.append(VariableFinding("unknown", name, what, f"use {fictional()[name]}"))
+        elif name.startswith(_OWN) and name not in registry():
+            # Without the prefix, which would make all names similar.
+            own = [one.removeprefix(_OWN) for one in registry() if one.startswith(_OWN)]
+            similar = difflib.get_close_matches(name.removeprefix(_OWN), own, n=1)
+            step = f"use {_OWN}{similar[0]}, or unset {name}" if similar else f"unset {name}; see `hyperion env --variables`"
+            findings.append(VariableFinding("unknown", name, f"nothing reads {name}={value}", step))
         elif site_packages is not None:
             findings += _unlisted(name, site_packages, system)
         findings += [
@@ -137,17 +141,56 @@ def lint(
             for entry in _tables()["harmful"]
             if re.fullmatch(entry["name"], name) and re.fullmatch(entry["value"], value)
         ]
+    # Without repetitions: settings of the file also apply to each of its commands.
+    return findings + list(dict.fromkeys(one for state in _states(given) for one in _opposed(state)))
+
+
+def _repeated(given: Iterable[Assignment]) -> list[VariableFinding]:
+    """Return the findings about variables that have two values in the same scope."""
+    values: dict[tuple, dict[str, None]] = {}
+    removals: Counter[tuple[Scope, str]] = Counter()
+    for name, value, scope in given:
+        if value is None:
+            removals[scope, name] += 1
+        elif "$" not in value and (name in registry() or name.startswith(tuple(_FAMILIES))):
+            values.setdefault((name, scope, removals[scope, name]), {})[value] = None
+    return [
+        VariableFinding(
+            "contradiction",
+            name,
+            f"{name} is set to {' and to '.join(map(repr, different))}",
+            "keep one of them; the last one counts",
+        )
+        for (name, *_), different in values.items()
+        if len(different) > 1
+    ]
+
+
+def _states(given: Iterable[Assignment]) -> list[dict[str, str]]:
+    """Return the variables that are set together: at the end of the file, and in each of its commands and other scopes."""
+    states: dict[Scope, dict[str, str]] = {(): {}}
+    for name, value, scope in given:
+        for length in range(1, len(scope) + 1):  # a scope begins with the settings of the scope around it
+            states.setdefault(scope[:length], dict(states[scope[: length - 1]]))
+        if value is None:
+            states[scope].pop(name, None)
+        else:
+            states[scope][name] = value
+    return list(states.values())
+
+
+def _opposed(state: Mapping[str, str]) -> Iterator[VariableFinding]:
+    """Yield the findings about pairs of variables that contradict each other."""
     for entry in _tables()["contradiction"]:
-        if re.fullmatch(entry["value"], last.get(entry["name"], "\0")):
-            for name, value in last.items():
+        if re.fullmatch(entry["value"], state.get(entry["name"], "\0")):
+            for name, value in state.items():
                 if re.fullmatch(entry["other"], name) and re.fullmatch(entry["other_value"], value):
-                    what = f"{entry['name']}={last[entry['name']]} and {name}={value}: {entry['why']}"
-                    findings.append(VariableFinding("contradiction", name, what, f"unset {entry['name']} or {name}"))
-    hip, cuda = last.get("HIP_VISIBLE_DEVICES"), last.get("CUDA_VISIBLE_DEVICES")
+                    what = f"{entry['name']}={state[entry['name']]} and {name}={value}: {entry['why']}"
+                    yield VariableFinding("contradiction", name, what, f"unset {entry['name']} or {name}")
+    hip, cuda = state.get("HIP_VISIBLE_DEVICES"), state.get("CUDA_VISIBLE_DEVICES")
     if hip is not None and cuda is not None and hip != cuda:
         what = f"HIP_VISIBLE_DEVICES={hip} and CUDA_VISIBLE_DEVICES={cuda}: on ROCm the first counts, on CUDA the second"
-        findings.append(VariableFinding("contradiction", "HIP_VISIBLE_DEVICES", what, "set the same value"))
-    return findings
+        yield VariableFinding("contradiction", "HIP_VISIBLE_DEVICES", what, "set the same value")
 
 
 def _unlisted(name: str, site_packages: Path, system: Path) -> list[VariableFinding]:

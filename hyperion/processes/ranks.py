@@ -36,6 +36,7 @@ from hyperion.processes.rank_errors import (
 )
 from hyperion.processes.this_rank import more_ranks_than_devices
 from hyperion.results.files import write_atomically
+from hyperion.terminal import exit_on_sigterm
 
 # Exit code of a process that SIGTERM ended, as shells report it (128 + 15).
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
@@ -290,12 +291,12 @@ class Torchrun:
 def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
     """Forward SIGTERM from this process to the ranks, so that the ranks save their state.
 
-    This context manager yields an event, which is set when SIGTERM arrives. If other code has installed a SIGTERM handler, this
-    handler is not replaced, and nothing is forwarded.
+    This context manager yields an event, which is set when SIGTERM arrives. If other code than `run_command` has installed a
+    SIGTERM handler, this handler is not replaced, and nothing is forwarded.
     """
-    received = threading.Event()
+    received, earlier = threading.Event(), signal.getsignal(signal.SIGTERM)
     # Python installs signal handlers in the main thread only.
-    default = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    default = threading.current_thread() is threading.main_thread() and earlier in (signal.SIG_DFL, exit_on_sigterm)
 
     def forward(number, frame) -> None:
         received.set()
@@ -307,7 +308,7 @@ def _forward_sigterm(torchrun: Torchrun) -> Iterator[threading.Event]:
         yield received
     finally:
         if default:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, earlier)
     if received.is_set():
         signal.raise_signal(signal.SIGTERM)  # end this process too, now that the ranks have ended
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hyperion.chapter.chapter import open_chapter
 from hyperion.chapter.profiles import REPLAY, default_profile
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, nearest_first
 from hyperion.hardware import detect
 from hyperion.paths import project_root, reference_folder
 from hyperion.processes import Job, run_job
@@ -100,7 +100,7 @@ def notebook_of(experiment: str) -> str:
     owners = {name: notebook.stem for notebook in read_book(project_root()) for name in notebook.produces}
     if experiment not in owners:
         raise HyperionError(
-            f"no chapter has the experiment {experiment!r}", next_step=f"choose one of {', '.join(sorted(owners))}"
+            f"no chapter has the experiment {experiment!r}", next_step=f"choose one of {nearest_first(experiment, owners)}"
         )
     return owners[experiment]
 

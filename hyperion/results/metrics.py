@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, nearest_first
 from hyperion.untrusted import printable
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
@@ -242,12 +242,12 @@ def metric_named(name: str) -> Metric:
     """Return the built-in or registered metric of this name.
 
     Raises:
-        HyperionError: there is no metric of this name. The message lists all metrics.
+        HyperionError: there is no metric of this name. The message lists all metrics, similar ones first.
     """
     if name not in REGISTRY:
         raise HyperionError(
             f"unknown metric {name!r}",
-            next_step=f"define it in metrics.py of your subject, or use one of {', '.join(sorted(REGISTRY))}",
+            next_step=f"define it in metrics.py of your subject, or use one of {nearest_first(name, REGISTRY)}",
         )
     return REGISTRY[name]
 

@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, nearest_first
 from hyperion.forms import FieldError, read_form
-from hyperion.paths import reference_folder, results_folder
+from hyperion.paths import reference_folder, results_folder, shipped_reference_folder
 from hyperion.results.execution import KEPT, MEASURED, note_experiment
 from hyperion.results.files import (
     RESTORE,
@@ -217,10 +217,17 @@ class Run:
         """Return the raw samples and curves that an experiment recorded.
 
         Raises:
-            StoreError: the file is damaged, is too large, or contains other types than numbers, dates, strings and lists of
-                numbers.
+            StoreError: the run has no such samples, or the file is damaged, is too large, or contains other types than numbers,
+                dates, strings and lists of numbers.
         """
         name = samples_name(notebook, experiment)
+        if not (self.folder / name).exists() and name not in (names := manifest_names(self.folder)):
+            known = [Path(one).stem for one in names if one.startswith("samples/")]
+            raise StoreError(
+                f"the run has no samples of the experiment {experiment!r} in the notebook {notebook!r}",
+                where=self.folder,
+                next_step=f"use the notebook and the experiment of {nearest_first(f'{notebook}.{experiment}', known)}",
+            )
         return read_samples(read_verified(self.folder, name), self.folder / name)
 
     def record(
@@ -554,7 +561,7 @@ def find_run(name: str) -> Path:
     Raises:
         HyperionError: there is no such run. The message lists all runs.
     """
-    places = [Path(name), results_folder() / name, reference_folder() / name]
+    places = _places(name)
     for place in places:
         if is_run(place):
             # The link `latest` may change while a command runs, so it is resolved once.
@@ -566,12 +573,23 @@ def find_run(name: str) -> Path:
                 where=place,
                 next_step=f"name one of them, such as {place / inside[0]}",
             )
-    known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
+    known = sorted({p.parent.name for root in _roots() for p in root.glob("*/run.json")})
     raise HyperionError(
         f"the folder {name!r} is no run, because it contains no run.json" if Path(name).is_dir() else f"no run {name!r}",
         where=" or ".join(dict.fromkeys(map(str, places))),
         next_step=f"use one of these runs: {', '.join(known) or 'there is none yet'}",
     )
+
+
+def _places(name: str) -> list[Path]:
+    """Return the paths at which a run with this name or path may be."""
+    return [Path(name), *(root / name for root in _roots())]
+
+
+def _roots() -> list[Path]:
+    """Return the folders of runs. Also with HYPERION_HOME, the references of the checkout are found."""
+    roots, shipped = [results_folder(), reference_folder()], shipped_reference_folder()
+    return roots + [shipped] * (shipped.is_dir() and shipped not in roots)
 
 
 def find_runs(name: str) -> list[Path]:
@@ -583,7 +601,7 @@ def find_runs(name: str) -> list[Path]:
     Raises:
         HyperionError: there is no such run and no such folder.
     """
-    for place in (Path(name), results_folder() / name, reference_folder() / name):
+    for place in _places(name):
         # A set, because `latest` is a link to one of the other runs.
         runs = set() if (place / RUN).is_file() else {path.parent.resolve() for path in place.glob(f"*/{RUN}")}
         if runs:

@@ -15,6 +15,7 @@ import torch
 
 from hyperion.chapter import Chapter, experiment_names, load_profile, open_chapter, profile_names
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.profiles import require_valid_sizes
 from hyperion.chapter.subjects import module_of
 from hyperion.chapter.variants import run_experiment, unpacked
 from hyperion.data import DataError
@@ -692,6 +693,16 @@ def test_unknown_profile_and_experiment_list_what_there_is(tmp_path):
     assert "PROFILE=smoke" in str(error.value)
     with pytest.raises(HyperionError, match="no experiment 'nonsense'"):
         open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "x")).run("nonsense")
+    with pytest.raises(HyperionError, match=r"use one of bandwidth[\w, ]* \(similar\)"):
+        open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "x")).run("bandwith")
+
+
+def test_a_wrong_option_is_named_with_its_value_and_its_profile():
+    sizes = load_profile("smoke").sizes("gemm")
+    profile = replace(load_profile("smoke"), experiments={"gemm": sizes | {"time_limit_s": "soon"}})
+    says = r"option 'time_limit_s' of the experiment 'gemm' in the profile 'smoke': .*; the value is 'soon'"
+    with pytest.raises(HyperionError, match=says):
+        require_valid_sizes(profile, ["gemm"])
 
 
 def test_every_profile_has_sizes_for_every_experiment_that_any_has():

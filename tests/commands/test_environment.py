@@ -40,6 +40,9 @@ def test_the_linter_reads_all_files_and_compares_them(tmp_path):
     assert f"{one}, {other}, {program}: contradiction: HSA_ENABLE_SDMA is set to '0' and to '1'" in done.output.replace("\n", "")
     one.write_text("export HSA_ENABLE_SDMA=0\nexport HSA_ENABLE_SDMA=1\n")
     assert env("--lint", str(one), str(other)).output.count("contradiction") == 1
+    one.write_text("HSA_ENABLE_SDMA=0 a &\nHSA_ENABLE_SDMA=1 b &\nunset HSA_ENABLE_SDMA\n")
+    done = env("--lint", str(one), str(other))
+    assert done.exit_code == 0 and "findings: 0, in 3 settings" in done.output
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_findings_in_the_others(tmp_path):

@@ -665,6 +665,27 @@ def test_another_error_than_memory_is_raised(tmp_path):
             load_step(tmp_path / name)
 
 
+def test_a_file_with_step_may_import_its_neighbours_and_parse_its_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hyperion", "doctor", "--fit", "work.py"])
+    (tmp_path / "neighbour_of_work.py").write_text("LIMIT = 3\n")
+    code = "import argparse\nfrom neighbour_of_work import LIMIT\nargparse.ArgumentParser().parse_args()\n"
+    (tmp_path / "work.py").write_text(code + "def step(batch):\n    if batch > LIMIT: raise MemoryError\n")
+    path = list(sys.path)
+    assert largest_fitting(load_step(tmp_path / "work.py"))[0] == 3
+    assert sys.path == path and sys.argv[0] == "hyperion"
+
+
+def test_the_log_may_be_a_pipe():
+    reader, writer = os.pipe()
+    text = "x" * 50_000 + "\nthe last line\n"
+    os.write(writer, text.encode())
+    os.close(writer)
+    try:
+        assert (read_state(log=Path(f"/dev/fd/{reader}")).log or "").endswith("xxx\nthe last line\n")
+    finally:
+        os.close(reader)
+
+
 @pytest.mark.parametrize("workload", workloads())
 def test_preflight_of_a_node_that_has_everything(workload):
     needs = check_preflight(workload, HEALTHY, lambda name: "1.0")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
-from hyperion.install.assignments import python_assignments, read_assignments, shell_assignments
+from hyperion.install.assignments import Assignment, python_assignments, read_assignments, shell_assignments
 
 SHELL = {
     "export A=1 B_2='two words'": [("A", "1"), ("B_2", "two words")],
@@ -85,9 +85,9 @@ def test_no_text_ends_with_an_exception(text):
 def test_the_name_or_the_first_line_of_a_file_says_that_it_is_python(tmp_path):
     for name, first in (("run.py", ""), ("run", "#!/usr/bin/env python3\n")):
         (tmp_path / name).write_text(f'{first}import os\nos.environ["A"] = "1"\n')
-        assert read_assignments(tmp_path / name) == [("A", "1")]
+        assert read_assignments(tmp_path / name) == [Assignment("A", "1")]
     (tmp_path / "run.sh").write_text("export A=2\n")
-    assert read_assignments(tmp_path / "run.sh") == [("A", "2")]
+    assert read_assignments(tmp_path / "run.sh") == [Assignment("A", "2")]
     (tmp_path / "wrong.py").write_text("export A=2\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name in ("wrong.py", "binary", "absent.sh"):

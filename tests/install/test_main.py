@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.errors import HyperionError
 from hyperion.install import __main__ as command
 from hyperion.install import overlay
 
@@ -155,6 +156,24 @@ def test_a_file_system_without_flock_can_be_set_up_on(tmp_path, monkeypatch, cap
         assert (tmp_path / ".setup.lock.exclusive").is_file()
     assert not (tmp_path / ".setup.lock.exclusive").exists()
     assert "does not support flock" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_ready_environment_in_a_checkout_that_cannot_be_changed_is_used(tmp_path, monkeypatch, code):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code), str(tmp_path / ".setup.lock"))
+
+    monkeypatch.setattr(command.FileLock, "acquire", refuse)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    with pytest.raises(OSError, match=r"\.setup\.lock"), command._one_set_up():
+        pytest.fail("the checkout can be changed, so the lock is needed")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with command._one_set_up():
+        ready = True
+    assert ready
+    with pytest.raises(HyperionError, match="is not ready") as refused, command._one_set_up():
+        raise OSError(code, os.strerror(code), str(tmp_path / ".venv"))
+    assert ".venv" in refused.value.what and "owner" in (refused.value.next_step or "")
 
 
 def test_two_set_ups_wait_for_each_other(tmp_path, monkeypatch, capfd):

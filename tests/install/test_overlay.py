@@ -110,7 +110,12 @@ def test_the_first_call_already_finds_what_jupyter_needs(site_python, offline, s
     assert (Path(shared) / "nbconvert/templates/lab/index.html.j2").is_file() and of_the_site == "/of/the/site"
     (launcher,) = small_checkout.glob(".overlay/*/hyperion")
     assert f"JUPYTER_PATH={shared}" in launcher.read_text()
+    # Another user, who cannot change the checkout, gets the same variables, and nothing is written.
+    monkeypatch.setattr(overlay, "write_stamp", lambda *_: pytest.fail("a ready overlay was written"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    written = launcher.stat().st_mtime_ns
     assert overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE) == first
+    assert launcher.stat().st_mtime_ns == written
 
 
 @pytest.mark.process

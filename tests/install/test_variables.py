@@ -1,5 +1,6 @@
 """The registry of environment variables is proved by the installed libraries; the linter, and the generated environment."""
 
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hyperion.errors import HyperionError
+from hyperion.install.assignments import _of_python, _of_shell
 from hyperion.install.variables import SHELLS, Setting, as_script, contains_name, fictional, lint, minimal_environment, registry
 
 SITE = Path(sysconfig.get_paths()["purelib"])
@@ -85,6 +87,76 @@ def test_the_fictional_variables_of_the_guides_are_named(name):
 )
 def test_harmful_values_and_contradictions(assignments, found):
     assert kinds(*assignments) == found
+
+
+def linted(text: str) -> list[tuple[str, str]]:
+    return [(one.kind, one.name) for one in lint(_of_shell(text))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA_VISIBLE_DEVICES=0 python a.py &\nCUDA_VISIBLE_DEVICES=1 python b.py &\nwait",
+        "export CUDA_VISIBLE_DEVICES=0,1\nCUDA_VISIBLE_DEVICES=1 python b.py",
+        "if [ $A ]; then export NCCL_IB_DISABLE=0; else export NCCL_IB_DISABLE=1; fi",
+        "if a\nthen\n  export NCCL_IB_DISABLE=0\nelif b\nthen\n  export NCCL_IB_DISABLE=1\nelse export NCCL_IB_DISABLE=2\nfi",
+        "case $A in\n x|y) export NCCL_IB_DISABLE=0;;\n z)\n  export NCCL_IB_DISABLE=1 ;;\nesac",
+        "[ $A ] && export NCCL_IB_DISABLE=0 || export NCCL_IB_DISABLE=1",
+        "one() {\n  export NCCL_IB_DISABLE=0\n}\ntwo() { export NCCL_IB_DISABLE=1; }",
+        "(export NCCL_IB_DISABLE=0; a) & (export NCCL_IB_DISABLE=1; b)",
+        "for n in 1 2; do export NCCL_IB_DISABLE=0; done\nexport NCCL_IB_DISABLE=1",
+        "export NCCL_IB_DISABLE=0; unset NCCL_IB_DISABLE; export NCCL_IB_DISABLE=1",
+        "docker run -e NCCL_IB_DISABLE=0 a\ndocker run --env NCCL_IB_DISABLE=1 b",
+        "mpirun -x NCCL_P2P_DISABLE=1 a\nmpirun -x NCCL_P2P_LEVEL=NVL b",
+        "export NCCL_P2P_DISABLE=1\na\nunset NCCL_P2P_DISABLE\nexport NCCL_P2P_LEVEL=NVL",
+        "bash -c 'export NCCL_IB_DISABLE=0; a'\nexport NCCL_IB_DISABLE=1",
+    ],
+)
+def test_settings_of_different_commands_or_branches_do_not_contradict_each_other(text):
+    assert linted(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("export NCCL_IB_DISABLE=0\na\nexport NCCL_IB_DISABLE=1", "NCCL_IB_DISABLE"),
+        ("ENV NCCL_IB_DISABLE=0\nRUN a\nENV NCCL_IB_DISABLE 1", "NCCL_IB_DISABLE"),
+        ("export NCCL_IB_DISABLE=0; if a; then b; fi\n(c)\ncase d in e) f;; esac\nexport NCCL_IB_DISABLE=1", "NCCL_IB_DISABLE"),
+        ("if a; then export NCCL_IB_DISABLE=0; export NCCL_IB_DISABLE=1; fi", "NCCL_IB_DISABLE"),
+        ("docker run -e NCCL_IB_DISABLE=0 -e NCCL_IB_DISABLE=1 a", "NCCL_IB_DISABLE"),
+        ("export NCCL_P2P_DISABLE=1\nNCCL_P2P_LEVEL=NVL a\nNCCL_P2P_LEVEL=NVL b", "NCCL_P2P_LEVEL"),
+        ("if a; then export NCCL_P2P_DISABLE=1 NCCL_P2P_LEVEL=NVL; fi", "NCCL_P2P_LEVEL"),
+        ("bash -c 'export NCCL_IB_DISABLE=0; export NCCL_IB_DISABLE=1'", "NCCL_IB_DISABLE"),
+    ],
+)
+def test_settings_of_the_same_program_contradict_each_other(text, name):
+    assert linted(text) == [("contradiction", name)]
+
+
+def test_the_blocks_of_a_python_program_are_told_apart():
+    one, other = ("os.environ['NCCL_IB_DISABLE'] = '0'", "os.environ['NCCL_IB_DISABLE'] = '1'")
+    apart = f"if a:\n    {one}\nelse:\n    {other}\nrun(env={{'NCCL_IB_DISABLE': '2'}})\nrun(env={{'NCCL_IB_DISABLE': '3'}})\n"
+    assert lint(_of_python(apart)) == []
+    assert [found.kind for found in lint(_of_python(f"{one}\nwith a:\n    {other}\n"))] == ["contradiction"]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("HYPERION_RESULT", "use HYPERION_RESULTS"), ("HYPERION_X", "hyperion env --variables")]
+)
+def test_a_misspelt_variable_of_hyperion_is_named(name, step):
+    (found,) = lint([(name, "1")])
+    assert (found.kind, found.name) == ("unknown", name) and step in found.instead
+    assert lint([("HYPERION_RESULTS", "/runs"), ("HYPERION_DATA_MIRROR", "/data")]) == []
+
+
+def test_the_registry_has_every_variable_that_hyperion_reads():
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("hyperion/**/*.py"), *root.glob("hyperion/**/*.sh"), root / "Makefile"]
+    read = {name for file in sources for name in re.findall(r"\bHYPERION_[A-Z_]+\b", file.read_text("utf-8"))}
+    listed = {name: one for name, one in registry().items() if name.startswith("HYPERION_")}
+    assert {name for name, one in listed.items() if not one.readers.startswith("the tests")} == read
+    for name, one in listed.items():
+        assert name in (root / one.source.replace(": ", "/")).read_text("utf-8"), f"{one.source} does not read {name}"
 
 
 def test_a_misspelt_name_of_a_known_family_is_found_by_searching_the_libraries(tmp_path):

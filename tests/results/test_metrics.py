@@ -52,6 +52,9 @@ def test_every_metric_is_fully_described():
 def test_an_unknown_metric_is_refused():
     with pytest.raises(HyperionError, match="unknown metric 'tflops'"):
         metric_named("tflops")
+    with pytest.raises(HyperionError, match=r"use one of bandwidth_gb_s[\w, ]* \(similar\), \w+") as refused:
+        metric_named("bandwith_gb_s")
+    assert (refused.value.next_step or "").count("bandwidth_gb_s,") <= 1 and "accuracy" in (refused.value.next_step or "")
 
 
 def test_a_registered_metric_is_known_and_the_same_definition_may_come_again():

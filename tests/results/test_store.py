@@ -339,3 +339,21 @@ def test_latest_moves_and_finds(tmp_path, monkeypatch):
     (tmp_path / "three").mkdir()
     with pytest.raises(HyperionError, match="is no run, because it contains no run.json"):
         find_run(str(tmp_path / "three"))
+
+
+def test_with_a_home_of_its_own_the_references_of_the_checkout_are_found(tmp_path, monkeypatch):
+    here = find_run("h200x2")
+    monkeypatch.delenv("HYPERION_RESULTS", raising=False)
+    monkeypatch.setenv("HYPERION_HOME", str(tmp_path))
+    assert find_run("h200x2") == here
+    with pytest.raises(HyperionError, match="no run 'three'") as refusal:
+        find_run("three")
+    assert "h200x2" in refusal.value.next_step
+
+
+def test_samples_of_a_misspelt_experiment_are_not_taken_for_damaged(new_run, row, samples):
+    run = new_run()
+    run.record(row().notebook, "gemm", [row()], samples, input_hash="1" * 64)
+    with pytest.raises(StoreError, match="no samples of the experiment 'gem' in the notebook") as refusal:
+        run.samples(row().notebook, "gem")
+    assert refusal.value.next_step.endswith(f"of {row().notebook}.gemm (similar)")

@@ -154,10 +154,23 @@ def require_form(images: np.ndarray, labels: np.ndarray) -> None:
         DataError: images are not uint8 [N, 3, Y, Y], or labels are not integers [N] from 0.
     """
     form = f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, Y, Y], 0 to 255, not normalised"
+    remedy = None
     if np.issubdtype(images.dtype, np.floating):
-        raise DataError(form, where="images", next_step="pass the uint8 pixels; ImageBatches scales and normalises them")
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
-        raise DataError(form, where="images", next_step="pass channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]")
+        remedy = "pass the uint8 pixels; ImageBatches scales and normalises them"
+    elif images.dtype != np.uint8:
+        remedy = "pass the pixels as uint8, 0 to 255"
+    elif images.ndim == 3:
+        remedy = "pass one axis for the channels: for grey images [N, Y, Y], np.repeat(images[:, None], 3, axis=1)"
+    elif images.ndim != 4:
+        remedy = "pass an array of images with four axes: image, channel, pixel row, pixel column"
+    elif images.shape[1] != 3 and images.shape[3] == 3:
+        remedy = "pass channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]"
+    elif images.shape[1] != 3:
+        remedy = "pass three channels: repeat that of grey images with np.repeat(images, 3, axis=1), and drop an alpha channel"
+    elif images.shape[2] != images.shape[3]:
+        remedy = "crop, pad or resize the images to squares before"
+    if remedy:
+        raise DataError(form, where="images", next_step=remedy)
     if labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
         raise DataError(
             f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images",

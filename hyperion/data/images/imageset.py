@@ -16,7 +16,7 @@ from hyperion.data.store.folders import DataError
 from hyperion.data.store.sources import Checksums
 
 IMAGE_SHAPE = (3, 32, 32)
-_REMEDY = "remove these files and stage or prepare them again"
+_REMEDY = "correct your own arrays, or remove damaged files and stage or prepare them again"
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class ImageSet:
     """Images and labels of a train and a test split.
 
     Attributes:
-        name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never has the name of the real one.
-        source: 'mirror', 'cache', 'download' or 'synthetic'.
+        name: 'cifar-10', 'synthetic-gratings', or a name that the user chose; a synthetic set never has the name of the real one.
+        source: 'mirror', 'cache', 'download', 'synthetic', or 'files' for the user's own images.
         detail: description of the source, without local paths.
         train_images, test_images: uint8 [N, 3, 32, 32].
         train_labels, test_labels: int64 [N].
@@ -107,7 +107,10 @@ def check_images(images: np.ndarray, where: object) -> None:
         raise DataError(fault, where=where, next_step=_REMEDY)
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE:
         raise DataError(
-            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]", where=where, next_step=_REMEDY
+            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]",
+            where=where,
+            next_step="prepared image sets have this form only: resize your own images to 32 x 32 with three channels, or pass "
+            "square images of another size directly to ImageBatches; if the images come from stored files, prepare these again",
         )
 
 

@@ -131,8 +131,8 @@ class LineFile:
 
         Raises:
             DataError: the file is missing, is not a regular file, is not UTF-8, contains a carriage return or a line of more
-                than LINE_BYTES bytes, or does not end with a newline (because it is truncated). The error names the line and, if
-                the file is not UTF-8, the byte offset.
+                than LINE_BYTES bytes, is empty, or does not end with a newline (it may be truncated). The error names the line
+                and, if the file is not UTF-8, the byte offset.
         """
         again = "copy the file again from its source, as UTF-8 text with Unix line endings"
         name, offset, number, content = self.path.name, 0, 0, b""
@@ -160,8 +160,11 @@ class LineFile:
                 where=f"{self.path}, line {number}",
                 next_step=again,
             ) from error
+        if not content:
+            raise DataError(f"{name} is empty", where=self.path, next_step=again)
         if not content.endswith(b"\n"):
-            raise DataError(f"{name} does not end with a newline: truncated or empty", where=self.path, next_step=again)
+            complete = "if the file is complete, add a newline at its end; if it was cut off, copy it again from its source"
+            raise DataError(f"{name} does not end with a newline", where=f"{self.path}, line {number}", next_step=complete)
 
 
 @dataclass(frozen=True)
@@ -219,15 +222,32 @@ def read_lines(path: Path) -> list[str]:
     return list(LineFile(path))
 
 
-def corpus_of_files(name: str, files: dict[str, Path]) -> TextCorpus:
+def corpus_of_files(name: str, files: Mapping[str, Path | str]) -> TextCorpus:
     """Return a corpus of the user's own text files. The files may be larger than the memory.
+
+    Only the existence of the files is checked here. Their text is checked when it is read.
 
     Args:
         name: name of the corpus.
-        files: a dict that maps the names of the splits 'train', 'valid' and 'test' to the paths of their UTF-8 text files.
+        files: a dict that maps the names of the splits 'train', 'valid' and 'test' to the paths of their UTF-8 text files with
+            Unix line endings.
+
+    Raises:
+        DataError: a split is missing or unknown, or there is no file for a split.
     """
-    detail = ", ".join(f"{split}: {path.name}" for split, path in files.items())
-    return TextCorpus(name, "files", detail, {split: LineFile(files[split]) for split in SPLITS})
+    if set(files) != set(SPLITS):
+        raise DataError(
+            f"the corpus has the splits {', '.join(map(repr, files)) or 'none'}, expected {', '.join(map(repr, SPLITS))}",
+            where=f"files of the corpus {name!r}",
+            next_step="give one text file for each of these splits, for example corpus_of_files(name, {'train': path, …})",
+        )
+    paths = {split: Path(files[split]) for split in SPLITS}
+    for split, path in paths.items():
+        if not path.is_file():
+            fault = f"there is no file for the split {split!r}"
+            raise DataError(fault, where=path, next_step="create the file, or correct its path in corpus_of_files")
+    detail = ", ".join(f"{split}: {path.name}" for split, path in paths.items())
+    return TextCorpus(name, "files", detail, {split: LineFile(path) for split, path in paths.items()})
 
 
 def require_counts(name: str, found: Sequence[int], expected: Sequence[int], units: Sequence[str], where: object) -> None:

@@ -1,8 +1,10 @@
+import re
+
 import numpy as np
 import pytest
 import torch
 
-from hyperion.data.images.device_images import ImageBatches, cut_out
+from hyperion.data.images.device_images import ImageBatches, cut_out, require_form
 from hyperion.data.store.folders import DataError
 
 GENERATOR = np.random.default_rng(0)
@@ -123,3 +125,19 @@ def test_a_gpu_makes_the_same_batches_and_its_cut_can_be_recorded():
     chosen.copy_(table[:, 8:16])
     graph.replay()
     assert torch.equal(pixels, cut_out(on_gpu._pixels, table[:, 8:16], on_gpu._steps))
+
+
+@pytest.mark.parametrize(
+    ("shape", "step"),
+    [
+        ((4, 8, 8, 3), "channels first"),
+        ((4, 1, 8, 8), "repeat that of grey images"),
+        ((4, 4, 8, 8), "drop an alpha channel"),
+        ((4, 8, 8), "repeat(images[:, None], 3, axis=1)"),
+        ((4, 3, 8, 6), "resize the images to squares"),
+    ],
+)
+def test_images_of_another_form_get_their_own_next_step(shape, step):
+    with pytest.raises(DataError, match=re.escape(str(list(shape)))) as refused:
+        require_form(np.zeros(shape, np.uint8), np.arange(4))
+    assert step in (refused.value.next_step or "")

@@ -41,6 +41,12 @@ def test_bad_records_are_named(images, labels, fault):
         check_split(images, labels, 5, "here")
 
 
+def test_images_of_another_size_are_sent_to_the_batches_that_take_them():
+    with pytest.raises(DataError, match=r"\[5, 3, 64, 64\]") as refused:
+        check_split(np.zeros((5, 3, 64, 64), np.uint8), LABELS, 5, "here")
+    assert "32 x 32" in (refused.value.next_step or "") and "ImageBatches" in (refused.value.next_step or "")
+
+
 def test_the_hash_sees_one_pixel():
     one, other = (synthetic_images({"train": 20, "test": 10}) for _ in range(2))
     assert one.sha256 == other.sha256

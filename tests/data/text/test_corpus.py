@@ -1,4 +1,5 @@
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hyperion.data.text.corpus import (
     LINE_UNITS,
     LINE_WORDS,
     LINES_LIKE_WIKITEXT2,
+    SPLITS,
     VOCABULARY,
     EchoLanguage,
     TextCorpus,
+    corpus_of_files,
     count_non_empty,
     count_words_with_eos,
     read_lines,
@@ -44,11 +47,31 @@ def test_another_encoding_is_named_with_line_and_offset(tmp_path, encoding):
     assert f"{path}, line 2" in str(caught.value) and "UTF-8" in caught.value.next_step
 
 
-@pytest.mark.parametrize(("content", "fault"), [(b"a\nb\r\n", "carriage return"), (b"cut off", "newline"), (b"", "newline")])
+@pytest.mark.parametrize(("content", "fault"), [(b"a\nb\r\n", "carriage return"), (b"cut off", "newline"), (b"", "is empty")])
 def test_cut_or_converted_files_are_refused(tmp_path, content, fault):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(DataError, match=fault):
         read_lines(tmp_path / "file")
+
+
+def test_a_file_without_a_last_newline_may_be_complete(tmp_path):
+    (tmp_path / "file").write_text("one\ntwo")
+    with pytest.raises(DataError, match="line 2") as refused:
+        read_lines(tmp_path / "file")
+    assert "add a newline" in (refused.value.next_step or "")
+
+
+def test_a_corpus_of_files_takes_text_as_paths_and_names_what_is_missing(tmp_path):
+    files = {split: str(tmp_path / f"{split}.txt") for split in SPLITS}
+    for path in files.values():
+        Path(path).write_text(f"{path}\n")
+    corpus = corpus_of_files("mine", files)
+    assert list(corpus.splits["test"]) == [f"{files['test']}\n"] and corpus.detail.startswith("train: train.txt")
+    with pytest.raises(DataError, match=r"has the splits 'train', 'test', 'validation', expected 'train', 'valid', 'test'"):
+        corpus_of_files("mine", {"train": files["train"], "test": files["test"], "validation": files["valid"]})
+    with pytest.raises(DataError, match="no file for the split 'valid'") as refused:
+        corpus_of_files("mine", files | {"valid": str(tmp_path / "absent")})
+    assert "absent" in str(refused.value) and "correct its path" in (refused.value.next_step or "")
 
 
 def test_a_missing_file_is_named(tmp_path):
