@@ -93,9 +93,9 @@ class EpochRecord:
         epoch: number of the epoch, from 1.
         step: number of optimizer steps of the whole run at the end of the epoch.
         steps: number of optimizer steps in this epoch.
-        loss: mean training loss of the steps in nats per token or image.
+        loss: mean training loss of the steps per item, in nats for LanguageEngine and ImageEngine.
         learning_rate: learning rate of the last step.
-        items: number of tokens or images, without padding.
+        items: number of items, without padding.
         time_s: wall time of the timed steps in seconds. It includes the time for loading batches, but not evaluations and
             checkpoints. The device is synchronized at the start and at the end.
         timed_steps: number of steps in `time_s`. The first steps of a process are warm-up and are not timed.
@@ -143,7 +143,7 @@ class History:
     """Losses and epochs of a run, including the parts before an interruption. The history is the same on every rank.
 
     Attributes:
-        item: 'token' or 'image'.
+        item: the unit in which the engine counts items, such as 'token', 'image' or 'sample'.
         losses: training loss of each optimizer step, over the batch of all ranks.
         epochs: one record per epoch, over all ranks.
         resumed_at: steps at which the run resumed from a checkpoint.
@@ -329,8 +329,9 @@ class _Run:
                 raise HyperionError(
                     f"{name}, a {type(part).__name__}, has no {' and no '.join(missing)}",
                     where="train",
-                    next_step="use a resumable loader, such as LanguageBatches, ImageBatches or torchdata's "
-                    "StatefulDataLoader, or no checkpoint folder"
+                    next_step="use torchdata.stateful_dataloader.StatefulDataLoader, which takes the arguments of "
+                    "torch.utils.data.DataLoader (pip install torchdata), hyperion.data.batches.LanguageBatches, "
+                    "hyperion.data.images.device_images.ImageBatches, or no checkpoint folder"
                     if part is self.batches
                     else "use a LanguageEngine, an ImageEngine or your own TorchEngine",
                 )
@@ -502,9 +503,14 @@ class _Run:
         try:
             # An engine of one's own may forget model.eval(). Its evaluation would then change the running statistics.
             with evaluating(model) if isinstance(model, torch.nn.Module) else nullcontext():
-                evaluation = self.engine.evaluate(self.stop.watch(held_out, self.must_stop_evaluation))
+                evaluation = self.engine.evaluate(self.held_out_batches(held_out))
         except Interrupted:
             self.save_and_stop()
+        except HyperionError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised in {type(self.engine).__name__}.evaluate, after step {self.step}")
+            raise
         if not isinstance(evaluation, dict) or not isinstance(evaluation.get("loss"), int | float):
             raise HyperionError(
                 f"{type(self.engine).__name__}.evaluate returned {evaluation!r:.80}, and not a dict with a number 'loss'",
@@ -518,6 +524,23 @@ class _Run:
                 next_step="start again to resume from the previous checkpoint; if this happens again, check the held-out data",
             )
         return evaluation
+
+    def held_out_batches(self, held_out: Iterable) -> Iterator:
+        """Yield the held-out batches.
+
+        Raises:
+            Interrupted: a rank received SIGTERM.
+            HyperionError: there is no batch.
+        """
+        before = self.evaluated
+        yield from self.stop.watch(held_out, self.must_stop_evaluation)
+        if self.evaluated == before:
+            raise HyperionError(
+                "validation returned no batches",
+                where=f"evaluation after step {self.step}",
+                next_step="return a new loader or a list in each call, because an iterator is empty after its first use; if the "
+                "loader is new, make its split larger",
+            )
 
     def must_stop_evaluation(self) -> bool:
         """Return True if the evaluation must stop. Called before each held-out batch.
