@@ -308,7 +308,10 @@ class TorchEngine(ABC):
         held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])  # faster than the modules
         if all(parameter.grad is not None for parameter in held if parameter.requires_grad):
             return
-        idle = [name for name, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None]
+        # The optimizer may have parameters that the model does not have.
+        idle = [name.removeprefix("module.") for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if not idle:
+            return
         raise HyperionError(
             f"the loss does not depend on {len(idle)} parameters: {', '.join(idle[:5])}{', …' * (len(idle) > 5)}; DDP exchanges "
             "gradients only if every parameter has one",
@@ -400,7 +403,7 @@ class LanguageEngine(TorchEngine):
 
     def check_batch(self, batch: tuple[Tensor, Tensor]) -> None:
         inputs_BT, targets_BT = _two_tensors(batch, "inputs_BT, targets_BT", self.device)
-        model = self.model.module if is_replicated(self.model) else self.model
+        model: Any = self.model.module if is_replicated(self.model) else self.model
         with contextlib.suppress(ValueError):  # a compiled module may have no signature
             signature = inspect.signature(model.forward)
             try:
@@ -409,8 +412,8 @@ class LanguageEngine(TorchEngine):
                 raise HyperionError(
                     f"{type(model).__name__}.forward{signature} does not take (inputs_BT, targets_BT): {error}",
                     where=type(self).__name__,
-                    next_step="let model(inputs_BT, targets_BT) return the negative log-likelihood of each target [B, T], or write "
-                    "a TorchEngine with your own summed_loss",
+                    next_step="let model(inputs_BT, targets_BT) return the negative log-likelihood of each target [B, T], or "
+                    "write a TorchEngine with your own summed_loss",
                 ) from None
         shapes = f"inputs {_form(inputs_BT)} and targets {_form(targets_BT)}"
         if inputs_BT.ndim != 2 or inputs_BT.shape != targets_BT.shape:
@@ -570,11 +573,8 @@ def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[A
         yield batch, contextlib.nullcontext()
         return
     tensors, form = tree_flatten(batch)
-    if (
-        not tensors
-        or not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in tensors)
-        or len(set(map(len, tensors))) > 1
-    ):
+    rows = {len(tensor) if isinstance(tensor, Tensor) and tensor.ndim else None for tensor in tensors}
+    if None in rows or len(rows) != 1:
         raise HyperionError(
             f"the batch {_batch_form(batch)} cannot be split into {count} parts",
             where="gradient accumulation",
@@ -637,10 +637,9 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: 
     clipping would count them.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        is_class = isinstance(optimizer, type)
+        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"{optimizer!r:.80}"
         raise HyperionError(
-            f"the optimizer is {'the class ' + optimizer.__name__ if is_class else repr(optimizer)[:80]}, and not an optimizer of "
-            "torch.optim",
+            f"the optimizer is {given}, and not an object of a class of torch.optim",
             where=where,
             next_step="pass an object, for example torch.optim.AdamW(model.parameters())",
         )
@@ -688,15 +687,9 @@ def _check_device(model: nn.Module, device: Device, where: str) -> None:
 
 def _require_count(count: Any, ranks: int, where: str) -> None:
     """Check the number of items of the first batch. All ranks must call this function, which waits for the device."""
-    if (
-        not isinstance(count, Tensor)
-        or count.ndim
-        or count.is_floating_point()
-        or count.is_complex()
-        or count.dtype == torch.bool
-    ):
+    if not isinstance(count, Tensor) or count.ndim or count.dtype not in (torch.int64, torch.int32):
         raise HyperionError(
-            f"the number of items is {_returned(count)}, and not a tensor of shape [] with an integer dtype",
+            f"the number of items is {_returned(count)}, and not an int64 tensor of shape []",
             where=where,
             next_step="return torch.full((), count, dtype=torch.int64, device=…), or the sum of a mask",
         )
