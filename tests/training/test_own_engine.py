@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.training import LanguageEngine, Precision, TorchEngine, TrainingPlan, train
+from hyperion.training.memory_estimate import estimate_memory
 
 CPU, FP32 = detect_cpu(), Precision("fp32", "test")
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -156,3 +157,26 @@ def test_an_error_of_a_users_evaluation_names_the_method():
     with pytest.raises(KeyError) as caught:
         train(engine, [BATCH], TrainingPlan(steps=1), validation=lambda: [{"inputs": X}])
     assert caught.value.__notes__ == ["raised in Reg.evaluate, after step 1"]
+
+
+READS = {
+    "item()": lambda model, batch: squares(model, batch).sum() * squares(model, batch).sum().item(),
+    "nonzero()": lambda model, batch: squares(model, {key: t[(t[:, 0] > 0).nonzero()[:, 0]] for key, t in batch.items()}).sum(),
+    "mask": lambda model, batch: model(batch["x"])[batch["y"] > 0].sum(),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_an_estimate_of_a_step_that_reads_a_value_is_refused(case):
+    def make(device):
+        return Reg(READS[case]), {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+
+    with pytest.raises(HyperionError, match="this step reads the value of a tensor") as caught:
+        estimate_memory(make, CPU)
+    assert "hyperion.measure.memory(" in caught.value.next_step
+
+
+@pytest.mark.parametrize("made", [None, (1, 2, 3)])
+def test_an_estimate_of_something_else_than_an_engine_and_a_batch_is_refused(made):
+    with pytest.raises(HyperionError, match=f"make returned a {type(made).__name__}, and not a pair"):
+        estimate_memory(lambda device: made, CPU)
