@@ -1,11 +1,15 @@
 """The code of docs/training.md runs, resumes, and its statements about memory and stopping hold."""
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.standing_ranks import NO_GPU
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/training.md"
 
@@ -14,14 +18,15 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
-    path = tmp_path / "script.py"
-    path.write_text(code)
-    return path
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S)
+    for name, code in zip(("regression.py", "distributed.py", "measured.py"), codes, strict=True):
+        (tmp_path / name).write_text(code)
+    return tmp_path / "regression.py"
 
 
-def run(script: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, script], cwd=script.parent, capture_output=True, text=True, timeout=300)
+def run(script: Path, launcher: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess:
+    command, environ = [sys.executable, *launcher, script], os.environ | environment
+    return subprocess.run(command, cwd=script.parent, env=environ, capture_output=True, text=True, timeout=300)
 
 
 def test_the_code_of_the_page_trains_and_a_second_call_finds_the_training_finished(script):
@@ -34,6 +39,23 @@ def test_the_code_of_the_page_trains_and_a_second_call_finds_the_training_finish
     assert sorted(path.name for path in (script.parent / "my-checkpoints").iterdir()) == ["step-00000080", "step-00000100"]
     again = run(script)
     assert again.returncode == 0 and float(again.stdout.split("held-out loss")[1]) == loss
+
+
+def test_two_ranks_train_as_one_process_does(script):
+    (whole,) = re.findall(r"held-out loss (.*)", run(script, **NO_GPU).stdout)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ranks = run(script.with_name("distributed.py"), torchrun, **NO_GPU)
+    assert ranks.returncode == 0, ranks.stderr
+    (loss,) = re.findall(r"held-out loss (.*)", ranks.stdout)
+    assert float(loss) == pytest.approx(float(whole), rel=1e-3)
+
+
+def test_the_mfu_of_the_page_is_a_share_of_the_peak_and_its_row_is_a_table(script):
+    done = run(script.with_name("measured.py"))
+    assert done.returncode == 0, done.stderr
+    for share in re.findall(r"MFU (.*)", done.stdout):  # none if the peak of this device is not known
+        assert 0 < float(share) < 1
+    assert "call_time_s" in done.stdout and "regression" in done.stdout
 
 
 @pytest.mark.long

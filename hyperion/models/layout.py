@@ -19,7 +19,8 @@ class Layout:
         stem: modules that run before the repeated blocks.
         blocks: the repeated blocks. They are the units of sharding, activation checkpointing and per-block compilation.
         head: modules that run after the blocks.
-        tied: pairs (user, owner) of module names. The module `user` computes with the weight of the module `owner`.
+        tied: pairs (user, owner) of names. `user` computes with the weight of the module `owner`, and need not be a module.
+            FSDP can only tie weights of modules outside of the blocks, or inside of one block.
     """
 
     stem: tuple[str, ...]
@@ -62,8 +63,23 @@ def layout_of(model: nn.Module) -> Layout:
     - a peft model around one of these models
 
     Raises:
-        HyperionError: the model is not supported.
+        HyperionError: the model is not supported, or a name in its layout is no submodule.
     """
+    layout = _layout_of(model)
+    for name in (*layout.stem, *layout.blocks, *layout.head, *(owner for _, owner in layout.tied)):
+        try:
+            model.get_submodule(name)
+        except AttributeError:
+            raise HyperionError(
+                f"the layout names {name!r}, but the {type(model).__name__} has no such submodule",
+                where="layout_of",
+                next_step="return names from model.named_modules() in layout(); its children are "
+                + ", ".join(name for name, _ in model.named_children()),
+            ) from None
+    return layout
+
+
+def _layout_of(model: nn.Module) -> Layout:
     unchecked: Any = model  # typed as Any, because the attributes used below belong to classes of optional libraries
     # Test for peft first, because a peft model forwards unknown attributes to its base model.
     if hasattr(model, "get_base_model"):

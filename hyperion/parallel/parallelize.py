@@ -175,6 +175,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
             where="parallelize",
             next_step="name blocks that have parameters in the model's layout()",
         )
+    _require_separate_units(model, blocks)
     policy = MixedPrecisionPolicy()
     if plan.param_dtype == "bf16":
         _require_no_batch_norm(model)
@@ -194,6 +195,22 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
     # token embedding and the head. Therefore a weight that the two share belongs to one unit.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
+
+
+def _require_separate_units(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Check that no parameter belongs to two blocks, or to a block and to the rest of the model."""
+    unit_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+    first_with: dict[int, tuple[str, int | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        unit = unit_of.get(id(owner))
+        other, unit_of_other = first_with.setdefault(id(parameter), (name, unit))
+        if unit != unit_of_other:
+            raise HyperionError(
+                f"{other} and {name} are the same parameter, but belong to different units of FSDP",
+                where=f"parallelize, {type(model).__name__}",
+                next_step="tie only weights outside of the blocks or inside of one block, or choose the strategy 'ddp'",
+            )
 
 
 def _require_no_batch_norm(model: nn.Module) -> None:

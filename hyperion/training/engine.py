@@ -6,9 +6,10 @@ images.
 
 import contextlib
 import ctypes
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from hyperion.parallel import (
     average_statistics,
     clip_gradients,
     image_memory_format,
+    is_replicated,
     is_sharded,
     local_gradient_norm,
     ranks_of,
@@ -62,9 +64,9 @@ class StepMetrics:
     All tensors are scalars. "Whole batch" means the batch over all ranks.
 
     Attributes:
-        loss: mean loss of the whole batch in nats per token or image, before the update.
+        loss: mean loss of the whole batch per item, before the update. The engines of this module compute it in nats.
         gradient_norm: L2 norm of the gradients of the whole batch, before clipping.
-        items: number of tokens or images in the whole batch, without padding.
+        items: number of items in the whole batch, without padding.
         learning_rate: learning rate of this step.
         rank_loss: loss of this rank's part of the batch. On one device it is equal to `loss`.
         rank_items: number of items in this rank's part of the batch. On one device it is equal to `items`.
@@ -85,9 +87,8 @@ class Engine(Protocol):
 
     Attributes:
         device: the device on which the engine computes.
-        item: 'token' or 'image', the unit in which the engine counts items.
-        tokens_seen: number of items in all steps so far. For an image engine these are images. Reading this attribute waits
-            for the device.
+        item: the unit in which the engine counts items, such as 'token', 'image' or 'sample'.
+        tokens_seen: number of items in all steps so far, whatever their unit is. Reading this attribute waits for the device.
     """
 
     device: Device
@@ -137,10 +138,14 @@ class TorchEngine(ABC):
             numbers, and batch norms compute statistics for each part separately.
 
     Attributes:
-        item: 'token' or 'image', the unit in which the engine counts items.
+        item: the unit in which the engine counts items, such as 'token', 'image' or 'sample'.
         scaler: the loss scaler of fp16. Its state is part of the state of the engine.
         uncaptured: the reason why steps are not replayed from a graph; "" if they are replayed.
-        unchecked: True until `check_batch` has checked the first batch.
+        unchecked: True until the first batch has been checked.
+
+    Raises:
+        HyperionError: an argument is of another type, the model is on another device or has no parameter to train, or the
+            optimizer does not train the parameters of the model.
     """
 
     item: str
@@ -160,6 +165,7 @@ class TorchEngine(ABC):
         device = device_of(device)
         _check_arguments(schedule, precision, clip_norm, micro_batches, type(self).__name__)
         _check_optimizer(model, optimizer, type(self).__name__)
+        _check_device(model, device, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
         self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
@@ -180,7 +186,7 @@ class TorchEngine(ABC):
 
     @property
     def tokens_seen(self) -> int:
-        """Number of items (tokens or images) in all steps so far. Reading this property waits for the device."""
+        """Number of items, in the unit `item`, in all steps so far. Reading this property waits for the device."""
         return int(self._items_seen)
 
     @property
@@ -194,11 +200,17 @@ class TorchEngine(ABC):
 
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
-        """Return the number of items in this rank's batch that contribute to the loss, an int64 scalar created on the device."""
+        """Return the number of items in this rank's batch that contribute to the loss, an int64 scalar created on the device.
+
+        It may be 0 on a rank, but not on all ranks together.
+        """
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> Tensor:
-        """Return the sum of the losses of all items in this rank's batch, as a scalar with gradient."""
+        """Return the sum of the losses of all items in this rank's batch, as a scalar with gradient.
+
+        A mean is not detected. The engine would divide it by the number of items a second time.
+        """
 
     @abstractmethod
     def check_batch(self, batch: Any) -> None:
@@ -212,11 +224,13 @@ class TorchEngine(ABC):
         """Run the forward pass, the backward pass, clipping and the update. All ranks must call this method.
 
         Raises:
-            HyperionError: the first batch does not have the expected form (see `check_batch`), or the loss of a batch does
-                not have the expected shape.
+            HyperionError: the first batch does not have the expected form (see `check_batch`) or no items, a loss is no scalar
+                with gradient, or DDP does not get a gradient of every parameter. Other exceptions of `check_batch`,
+                `count_items` and `summed_loss` get a note that names the method, the step and the form of the batch.
         """
         if self.unchecked:
-            self.check_batch(batch)
+            self._call("check_batch", batch)
+            _require_count(self._call("count_items", batch), self.ranks, f"{type(self).__name__}.count_items")
             self.unchecked = False
         learning_rate = _rate_of(self.schedule, self.steps + 1, type(self).__name__)
         for group in self.optimizer.param_groups:
@@ -235,13 +249,23 @@ class TorchEngine(ABC):
         self.steps += 1
         return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
 
+    def _call(self, method: str, batch: Any) -> Any:
+        """Call a method that subclasses define. Its exceptions get a note that names the method, the step and the batch."""
+        try:
+            return getattr(self, method)(batch)
+        except HyperionError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised in {type(self).__name__}.{method}, step {self.steps + 1}, batch {_batch_form(batch)}")
+            raise
+
     def _step(self, batch: Any) -> tuple[Tensor, ...]:
         """Run one step on the device with the learning rate that is stored in the optimizer's parameter groups.
 
         No operation waits for the device or reads a value from it, so that the step can be captured.
         """
         self.optimizer.zero_grad()  # a backward pass outside of a step, or a step that failed, may have left gradients
-        rank_items = self.count_items(batch)
+        rank_items = self._call("count_items", batch)
         finish_count = start_sum(rank_items, self.ranks)  # the ranks exchange this sum during the forward pass
         sums: list[Tensor] = []
         items = rank_items
@@ -249,7 +273,8 @@ class TorchEngine(ABC):
             for index, (part, exchange) in enumerate(_micro_batches(batch, self.micro_batches, self.model)):
                 with exchange:
                     with self.precision.autocast(self.device):
-                        total = self.summed_loss(part)
+                        total = self._call("summed_loss", part)
+                    _require_loss(total, f"{type(self).__name__}.summed_loss")
                     if index == 0:
                         # Wait for the sum only here, because its exchange overlaps with the first forward pass.
                         items = finish_count()
@@ -258,6 +283,8 @@ class TorchEngine(ABC):
                     # by the number of ranks.
                     self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
                 sums.append(total.detach())
+        if is_replicated(self.model):
+            self._require_gradients()
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
         share = total / items
         self.scaler.unscale(self.optimizer)
@@ -272,6 +299,26 @@ class TorchEngine(ABC):
         # Avoid a division by zero, because a rank's part of a batch may consist of padding only.
         rank_loss = loss if self.ranks == 1 else total / rank_items.clamp(min=1)
         return loss, norm, items, rank_loss, rank_items, skipped
+
+    def _require_gradients(self) -> None:
+        """Check that every parameter of a DDP model has a gradient. Otherwise DDP has not exchanged all gradients.
+
+        PyTorch would raise an error only in the next forward pass, and this step would update the replicas differently.
+        """
+        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])  # faster than the modules
+        if all(parameter.grad is not None for parameter in held if parameter.requires_grad):
+            return
+        # The optimizer may have parameters that the model does not have.
+        idle = [name.removeprefix("module.") for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if not idle:
+            return
+        raise HyperionError(
+            f"the loss does not depend on {len(idle)} parameters: {', '.join(idle[:5])}{', …' * (len(idle) > 5)}; DDP exchanges "
+            "gradients only if every parameter has one",
+            where=f"{type(self).__name__}, step {self.steps + 1}",
+            next_step="freeze parameters that no step uses with requires_grad_(False) before `parallelize`, choose the strategy "
+            "'fsdp', or make the loss depend on every parameter, for example with + 0 * parameter.sum()",
+        )
 
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return the gradient norm of the whole batch, and a function that returns the loss of the whole batch."""
@@ -356,6 +403,18 @@ class LanguageEngine(TorchEngine):
 
     def check_batch(self, batch: tuple[Tensor, Tensor]) -> None:
         inputs_BT, targets_BT = _two_tensors(batch, "inputs_BT, targets_BT", self.device)
+        model: Any = self.model.module if is_replicated(self.model) else self.model
+        with contextlib.suppress(ValueError):  # a compiled module may have no signature
+            signature = inspect.signature(model.forward)
+            try:
+                signature.bind(inputs_BT, targets_BT)
+            except TypeError as error:
+                raise HyperionError(
+                    f"{type(model).__name__}.forward{signature} does not take (inputs_BT, targets_BT): {error}",
+                    where=type(self).__name__,
+                    next_step="let model(inputs_BT, targets_BT) return the negative log-likelihood of each target [B, T], or "
+                    "write a TorchEngine with your own summed_loss",
+                ) from None
         shapes = f"inputs {_form(inputs_BT)} and targets {_form(targets_BT)}"
         if inputs_BT.ndim != 2 or inputs_BT.shape != targets_BT.shape:
             raise _batch_error(shapes, "pass token ids of shape [B, T] for both; each target is the token that follows its input")
@@ -508,12 +567,19 @@ def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[A
         batch: tensors of shape [B, ...] with the same B, in a tuple, a list, a dict or a nesting of these.
 
     Raises:
-        HyperionError: the batch has fewer than `count` examples.
+        HyperionError: the batch has another form, or fewer than `count` examples.
     """
     if count == 1:
         yield batch, contextlib.nullcontext()
         return
     tensors, form = tree_flatten(batch)
+    rows = {len(tensor) if isinstance(tensor, Tensor) and tensor.ndim else None for tensor in tensors}
+    if None in rows or len(rows) != 1:
+        raise HyperionError(
+            f"the batch {_batch_form(batch)} cannot be split into {count} parts",
+            where="gradient accumulation",
+            next_step="pass tensors of the same length in a tuple, a list or a dict, or use micro_batches=1",
+        )
     if (examples := len(tensors[0])) < count:
         raise HyperionError(
             f"a batch of {examples} examples cannot be split into {count} parts",
@@ -570,6 +636,26 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: 
     A step sets only the optimizer's gradients to zero. The gradients of other parameters would grow from step to step, and
     clipping would count them.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"{optimizer!r:.80}"
+        raise HyperionError(
+            f"the optimizer is {given}, and not an object of a class of torch.optim",
+            where=where,
+            next_step="pass an object, for example torch.optim.AdamW(model.parameters())",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise HyperionError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss several times, but a step computes it once",
+            where=where,
+            next_step="choose another optimizer, such as torch.optim.AdamW",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise HyperionError(
+            f"no parameter of the {type(model).__name__} needs gradients, so there is nothing to train",
+            where=where,
+            next_step="unfreeze parameters with requires_grad_(True)",
+        )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held]
     if left_out:
@@ -586,6 +672,72 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: 
             where=where,
             next_step="give all groups the same rate, or write an engine whose train_step sets the rate of each group",
         )
+
+
+def _check_device(model: nn.Module, device: Device, where: str) -> None:
+    """Check that the parameters of the model are on the device of the engine."""
+    for name, parameter in model.named_parameters():
+        if not _is_on(parameter, device):
+            raise HyperionError(
+                f"the parameter {name} is on {parameter.device}, but the engine computes on {device.torch_device}",
+                where=where,
+                next_step=f'move the model before the optimizer is made: model.to("{device.torch_device}")',
+            )
+
+
+def _require_count(count: Any, ranks: int, where: str) -> None:
+    """Check the number of items of the first batch. All ranks must call this function, which waits for the device."""
+    if not isinstance(count, Tensor) or count.ndim or count.dtype not in (torch.int64, torch.int32):
+        raise HyperionError(
+            f"the number of items is {_returned(count)}, and not an int64 tensor of shape []",
+            where=where,
+            next_step="return torch.full((), count, dtype=torch.int64, device=…), or the sum of a mask",
+        )
+    total = int(start_sum(count, ranks)())
+    if total < 1:
+        raise HyperionError(
+            f"the number of items in the first batch is {total}, so the batch has no mean loss",
+            where=where,
+            next_step="count the terms of the sum that summed_loss returns, and skip batches that have none",
+        )
+
+
+def _require_loss(loss: Any, where: str) -> None:
+    """Check that a loss is a scalar with gradient, without waiting for the device."""
+    if not isinstance(loss, Tensor):
+        next_step = "return the sum as a tensor, without .item() or float()"
+    elif loss.ndim or not loss.is_floating_point():
+        next_step = "return the sum over all items: losses.sum(), or reduction='sum'"
+    elif not loss.requires_grad:
+        next_step = "compute the loss from self.model(…), without detach(), torch.no_grad() or .item()"
+    else:
+        return
+    gradient = " without gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+    raise HyperionError(
+        f"the loss is {_returned(loss)}{gradient}, and not a floating-point tensor of shape [] with gradient",
+        where=where,
+        next_step=next_step,
+    )
+
+
+def _returned(value: Any) -> str:
+    return _form(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _batch_form(batch: Any) -> str:
+    """Return a short description of a batch, such as {x: float32 [4, 8], y: int64 [4]}."""
+    if isinstance(batch, Tensor):
+        return _form(batch)
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {_batch_form(part)}" for key, part in batch.items()) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(_batch_form, batch)) + ")"
+    return type(batch).__name__
+
+
+def _is_on(tensor: Tensor, device: Device) -> bool:
+    expected = torch.device(device.torch_device)
+    return tensor.device.type == expected.type and expected.index in (None, tensor.device.index)
 
 
 def _why_not_captured(batch: Any, optimizer: torch.optim.Optimizer) -> str:
@@ -616,10 +768,9 @@ def _two_tensors(batch: Any, names: str, device: Device) -> tuple[Tensor, Tensor
     """
     if not isinstance(batch, tuple | list) or [isinstance(part, Tensor) for part in batch] != [True, True]:
         raise _batch_error(f"the batch is a {type(batch).__name__}", f"pass a pair of tensors ({names})")
-    expected = torch.device(device.torch_device)
     for part in batch:
-        if part.device.type != expected.type or expected.index not in (None, part.device.index):
-            raise _batch_error(f"the batch is on {part.device}", f"create it on {expected}, the engine's device")
+        if not _is_on(part, device):
+            raise _batch_error(f"the batch is on {part.device}", f"create it on {device.torch_device}, the engine's device")
         if not part.numel():
             raise _batch_error(f"a tensor of the batch is empty: {_form(part)}", "skip empty batches")
     first, second = batch

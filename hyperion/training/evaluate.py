@@ -18,6 +18,7 @@ from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum
+from hyperion.training.rank_data import require_same_batch
 from hyperion.training.recipe import Precision
 
 # `next_step` of errors about labels.
@@ -201,10 +202,15 @@ def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor],
 
     With FSDP2 a forward pass contains collectives, so all ranks must run the same number of forward passes. If fewer batches
     than ranks remain at the end, the ranks without a batch repeat the last batch, with `counts` False.
+
+    Raises:
+        HyperionError: the ranks got different first batches.
     """
     rank = dist.get_rank() if ranks > 1 else 0
     group: list = []
-    for batch in batches:
+    for index, batch in enumerate(batches):
+        if index == 0 and ranks > 1:
+            require_same_batch(batch, "evaluation")
         group.append(batch)
         if len(group) == ranks:
             yield group[rank], True

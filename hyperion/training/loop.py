@@ -21,8 +21,9 @@ from hyperion.checkpoints.states import to_tree
 from hyperion.errors import HyperionError, require_number
 from hyperion.parallel import DesyncError
 from hyperion.training.clocks import EpochMeter, Interrupted, Pulse, StopFlag
-from hyperion.training.engine import Engine, NonFiniteError, StepMetrics
+from hyperion.training.engine import Engine, NonFiniteError, StepMetrics, TorchEngine
 from hyperion.training.evaluate import evaluating
+from hyperion.training.rank_data import require_equal_lengths, require_own_parts
 from hyperion.training.recipe import rng_state, seed_rank, set_rng_state
 from hyperion.training.snapshots import is_finite, non_finite, read_run, write_run
 
@@ -93,9 +94,9 @@ class EpochRecord:
         epoch: number of the epoch, from 1.
         step: number of optimizer steps of the whole run at the end of the epoch.
         steps: number of optimizer steps in this epoch.
-        loss: mean training loss of the steps in nats per token or image.
+        loss: mean training loss of the steps per item, in nats for LanguageEngine and ImageEngine.
         learning_rate: learning rate of the last step.
-        items: number of tokens or images, without padding.
+        items: number of items, without padding.
         time_s: wall time of the timed steps in seconds. It includes the time for loading batches, but not evaluations and
             checkpoints. The device is synchronized at the start and at the end.
         timed_steps: number of steps in `time_s`. The first steps of a process are warm-up and are not timed.
@@ -143,7 +144,7 @@ class History:
     """Losses and epochs of a run, including the parts before an interruption. The history is the same on every rank.
 
     Attributes:
-        item: 'token' or 'image'.
+        item: the unit in which the engine counts items, such as 'token', 'image' or 'sample'.
         losses: training loss of each optimizer step, over the batch of all ranks.
         epochs: one record per epoch, over all ranks.
         resumed_at: steps at which the run resumed from a checkpoint.
@@ -260,8 +261,9 @@ def train(
         Interrupted: a rank received SIGTERM. The exit_code of the error is 75. If `folder` is given, the state was saved. All
             ranks stop. A single process stops after the current step. Several ranks stop after the same step, when losses are
             read next.
-        HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs. The error
-            is raised before the first step.
+        HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs, the
+            loaders of the ranks have different lengths, or two ranks of a TorchEngine got the same first batch. The error is
+            raised before the first step. After an evaluation: there were no held-out batches, or the ranks have different ones.
         DesyncError: a replicated parameter differs between ranks. The error is raised on all ranks. It names the parameter and
             the steps between which the ranks diverged.
         CheckpointError: no checkpoint in the folder can be used, or a checkpoint cannot be written. Before the first step, the
@@ -291,6 +293,7 @@ class _Run:
         self.validation, self.folder, self.stop = validation, folder, stop
         self.on_epoch, self.report = (on_epoch, report) if self.rank == 0 else ((), lambda done, total, note: None)
         agreed(self.check_arguments)
+        require_equal_lengths("the loader", batches, "train")
         self.total_steps = plan.total_steps(len(batches))
         self.history = History(engine.item)
         self.pulse = Pulse(engine.device)
@@ -299,6 +302,8 @@ class _Run:
         self.learning_rate = 0.0
         self.stopping = False  # True if the ranks have agreed to stop
         self.evaluated = 0  # number of held-out batches evaluated so far
+        # Other engines may have ranks that must get the same batch, such as those of tensor parallelism.
+        self.compare_batches = isinstance(engine, TorchEngine) and engine.ranks > 1
         self.begin_epoch()
         # Metrics of the steps whose losses have not been read from the device yet, with the batches of these steps.
         self.unread: list[tuple[StepMetrics, Any]] = []
@@ -329,8 +334,9 @@ class _Run:
                 raise HyperionError(
                     f"{name}, a {type(part).__name__}, has no {' and no '.join(missing)}",
                     where="train",
-                    next_step="use a resumable loader, such as LanguageBatches, ImageBatches or torchdata's "
-                    "StatefulDataLoader, or no checkpoint folder"
+                    next_step="use torchdata.stateful_dataloader.StatefulDataLoader, which takes the arguments of "
+                    "torch.utils.data.DataLoader (pip install torchdata), hyperion.data.batches.LanguageBatches, "
+                    "hyperion.data.images.device_images.ImageBatches, or no checkpoint folder"
                     if part is self.batches
                     else "use a LanguageEngine, an ImageEngine or your own TorchEngine",
                 )
@@ -391,6 +397,9 @@ class _Run:
         self.start_clocks()
         waiting = self.meter.waiting(self.batches)
         for batch in waiting:
+            if self.compare_batches:
+                require_own_parts(batch, f"step {self.step + 1}")
+                self.compare_batches = False
             metrics = self.engine.train_step(batch)
             self.meter.count(metrics.rank_items)
             self.unread.append((metrics, batch))
@@ -489,7 +498,7 @@ class _Run:
         Raises:
             Interrupted: a rank received SIGTERM. The state was saved first.
             NonFiniteError: the loss is not finite.
-            HyperionError: `validation` returned no batches, or the engine no loss.
+            HyperionError: `validation` returned no batches, the engine no loss, or the ranks have different batches or losses.
         """
         held_out = validation()
         if not isinstance(held_out, Iterable):
@@ -498,26 +507,58 @@ class _Run:
                 where=f"evaluation after step {self.step}",
                 next_step="return a loader or a list of batches, for example validation=lambda: batches",
             )
+        require_equal_lengths("the validation loader", held_out, f"evaluation after step {self.step}")
         model = getattr(self.engine, "model", None)
         try:
             # An engine of one's own may forget model.eval(). Its evaluation would then change the running statistics.
             with evaluating(model) if isinstance(model, torch.nn.Module) else nullcontext():
-                evaluation = self.engine.evaluate(self.stop.watch(held_out, self.must_stop_evaluation))
+                evaluation = self.engine.evaluate(self.held_out_batches(held_out))
         except Interrupted:
             self.save_and_stop()
+        except HyperionError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised in {type(self.engine).__name__}.evaluate, after step {self.step}")
+            raise
         if not isinstance(evaluation, dict) or not isinstance(evaluation.get("loss"), int | float):
             raise HyperionError(
                 f"{type(self.engine).__name__}.evaluate returned {evaluation!r:.80}, and not a dict with a number 'loss'",
                 where=f"evaluation after step {self.step}",
                 next_step='return {"loss": float(mean_loss)}, and more metrics if you like',
             )
-        if not math.isfinite(evaluation["loss"]):  # all ranks have the same loss
+        losses = gathered(float(evaluation["loss"]))
+        if bad := [loss for loss in losses if not math.isfinite(loss)]:
             raise NonFiniteError(
-                f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",
+                f"evaluation after step {self.step}: loss {bad[0]}; training stopped",
                 where=self.folder,
                 next_step="start again to resume from the previous checkpoint; if this happens again, check the held-out data",
             )
+        # Sums in another order may differ in the last bits.
+        if different := [rank for rank, loss in enumerate(losses) if not math.isclose(loss, losses[0], rel_tol=1e-3)]:
+            raise HyperionError(
+                f"{type(self.engine).__name__}.evaluate returned the loss {losses[0]:g} on rank 0, but {losses[different[0]]:g} "
+                f"on rank {different[0]}",
+                where=f"evaluation after step {self.step}",
+                next_step="make validation yield the same batches on all ranks, or compute the loss from sums over the ranks",
+            )
         return evaluation
+
+    def held_out_batches(self, held_out: Iterable) -> Iterator:
+        """Yield the held-out batches.
+
+        Raises:
+            Interrupted: a rank received SIGTERM.
+            HyperionError: there is no batch.
+        """
+        before = self.evaluated
+        yield from self.stop.watch(held_out, self.must_stop_evaluation)
+        if self.evaluated == before:
+            raise HyperionError(
+                "validation returned no batches",
+                where=f"evaluation after step {self.step}",
+                next_step="return a new loader or a list in each call, because an iterator is empty after its first use; if the "
+                "loader is new, make its split larger",
+            )
 
     def must_stop_evaluation(self) -> bool:
         """Return True if the evaluation must stop. Called before each held-out batch.

@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -79,18 +84,41 @@ def estimate_memory(make: Make, device: Device | str, ask: bool = False) -> Memo
     Args:
         make: function that returns the engine and one batch on the given device. It is called with fake tensors and a
             device whose `torch_device` is "cpu". Fake tensors cannot be deep-copied, so a model that copies its layers, such as
-            nn.TransformerEncoder, cannot be estimated.
+            nn.TransformerEncoder, cannot be estimated. Neither can a step that reads the value of a tensor, for example with
+            item(), nonzero() or a boolean mask as index.
         device: device on which the step will run, or its PyTorch name. A `Device` need not be present, unless `ask` is True.
         ask: if True, measure the workspaces of libraries on the device. This runs two small layers, and each distinct
             convolution of the step.
+
+    Raises:
+        HyperionError: `make` does not return a pair, or `make` or the step reads the value of a tensor.
     """
     device = device_of(device)
+    try:
+        return _estimate(make, device, ask)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise HyperionError(
+            f"this step reads the value of a tensor ({error.func}), but fake tensors have no values",
+            where="estimate_memory",
+            next_step="run the step and measure it with hyperion.measure.memory(lambda: engine.train_step(batch)), or compute "
+            "the step without item(), nonzero(), boolean masks as indices and branches on values",
+        ) from error
+
+
+def _estimate(make: Make, device: Device, ask: bool) -> MemoryEstimate:
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
     with FakeTensorMode() as fake, _PretendCuda() if accelerator else contextlib.nullcontext():
         # `make` gets a device whose tensors are on the CPU. _PretendCuda makes the code take the branches of a GPU anyway.
         with _WithoutMemo(fake):
-            engine, batch = make(replace(device, torch_device="cpu"))
+            made = make(replace(device, torch_device="cpu"))
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise HyperionError(
+                f"make returned a {type(made).__name__}, and not a pair (engine, batch)",
+                where="estimate_memory",
+                next_step="let make(device) end with return engine, batch",
+            )
+        engine, batch = made
         engine.uncaptured = "fake tensors cannot be captured"
         engine.unchecked = False  # fake tensors have no values to check
         # The estimate is for the steady state and not for the first step. So the state that the first step creates must already

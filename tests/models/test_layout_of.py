@@ -6,7 +6,7 @@ from torch import nn
 
 from hyperion.compat import import_torchvision
 from hyperion.errors import HyperionError
-from hyperion.models import TransformerLM, layout_of
+from hyperion.models import Layout, TransformerLM, layout_of
 from hyperion.training import add_lora
 from tests.parallel import small
 
@@ -50,3 +50,14 @@ def test_our_own_models_tell_themselves():
 def test_an_unknown_model_is_refused():
     with pytest.raises(HyperionError, match="blocks of a Linear are not known"):
         layout_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("part", ["stem", "blocks", "head", "tied"])
+def test_a_name_that_is_no_submodule_is_refused(part):
+    model = nn.Sequential(nn.Linear(2, 2))
+    names = {"stem": (), "blocks": ("0",), "head": ()}
+    given = (("0", "embed"),) if part == "tied" else ("embed",)
+    model.layout = lambda: Layout(**names | {part: given})
+    with pytest.raises(HyperionError, match="the layout names 'embed', but the Sequential has no such submodule") as caught:
+        layout_of(model)
+    assert caught.value.next_step.endswith("its children are 0")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
+from hyperion import processes
 from hyperion.hardware import HardwareError
 from hyperion.processes import process_group, world
 from hyperion.processes.group import StoreBarrier
@@ -231,3 +232,7 @@ def test_two_ranks_join_leave_and_time_out(init_method, free_port, tmp_path):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_names_that_are_imported_late_are_listed():
+    assert set(processes.__all__) <= set(dir(processes))

@@ -275,6 +275,59 @@ def check_sigterm_during_an_evaluation_stops_all(place: Path) -> None:
     assert [record.evaluation["tokens"] for record in history.epochs] == [100, 100]
 
 
+def check_ranks_with_the_same_batch_are_refused(place: Path) -> None:
+    whole = LanguageBatches(TOKENS, sequence_length=8, batch_size=10, seed=3)
+    engine = engine_of("ddp")
+    with pytest.raises(HyperionError, match="ranks 0 and 1 got the same batch") as caught:
+        train(engine, whole, PLAN)
+    assert engine.steps == 0 and caught.value.where == "step 1" and "rows[rank::size]" in caught.value.next_step
+
+
+def check_loaders_of_different_lengths_are_refused(place: Path) -> None:
+    here, engine = world(), engine_of("ddp")
+    tokens = TOKENS[: len(TOKENS) - 200 * here.rank]
+    loader = LanguageBatches(tokens, sequence_length=8, batch_size=10, seed=3, rank=here.rank, ranks=here.size)
+    with pytest.raises(HyperionError, match="the loader has different numbers of batches: 7 on rank 0, [45] on rank 1"):
+        train(engine, loader, PLAN)
+    assert engine.steps == 0
+    plan, held_out = TrainingPlan(steps=1), list(small_validation())
+    with pytest.raises(HyperionError, match="the validation loader has different numbers of batches: .* on rank 1"):
+        train(engine_of("ddp"), batches_of(), plan, validation=lambda: held_out[here.rank :])
+
+
+def check_ranks_with_different_held_out_data_are_refused(place: Path) -> None:
+    rank, plan, held_out = world().rank, TrainingPlan(steps=1), list(small_validation())
+    with pytest.raises(HyperionError, match="ranks 0 and 1 got different batches"):
+        train(engine_of("ddp"), batches_of(), plan, validation=lambda: held_out[rank : rank + 1])
+    engine = engine_of("ddp")
+    engine.evaluate = lambda batches: {"loss": float(len(list(batches)) + rank)}
+    with pytest.raises(HyperionError, match=f"returned the loss {len(held_out)} on rank 0, but {len(held_out) + 1} on rank 1"):
+        train(engine, batches_of(), plan, validation=lambda: held_out)
+
+
+class WithIdleLayers(TransformerLM):
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config)
+        self.idle = torch.nn.Linear(2, 2)
+
+
+def check_a_parameter_without_gradient_is_named_under_ddp_and_allowed_under_fsdp(place: Path) -> None:
+    for micro_batches in (1, 2):
+        with pytest.raises(HyperionError, match=r"does not depend on 2 parameters: idle.weight, idle.bias; DDP") as caught:
+            train(engine_of("ddp", kind=WithIdleLayers, micro_batches=micro_batches), batches_of(), PLAN)
+        assert caught.value.where == "LanguageEngine, step 1" and "'fsdp'" in caught.value.next_step
+    assert len(train(engine_of("fsdp", kind=WithIdleLayers), batches_of(), TrainingPlan(steps=2)).losses) == 2
+
+
+def check_weights_that_fsdp_cannot_tie_are_named(place: Path) -> None:
+    config = TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2)
+    for other in ("blocks.1.mlp_norm", "final_norm"):
+        model = TransformerLM(config)
+        model.get_submodule(other).weight = model.blocks[0].mlp_norm.weight
+        with pytest.raises(HyperionError, match=f"blocks.0.mlp_norm.weight and {other}.weight are the same parameter"):
+            parallelize(model, ParallelPlan(strategy="fsdp"), world())
+
+
 def check_an_export_is_the_whole_model(place: Path) -> None:
     engine = engine_of("fsdp")
     engine.train_step(batches_of().next_batch())

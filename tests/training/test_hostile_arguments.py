@@ -369,6 +369,15 @@ def test_what_is_needed_at_the_end_is_asked_for_before_the_first_step(case, tmp_
     assert engine.steps == 0 and caught.value.next_step
 
 
+def test_the_remedy_for_a_loader_that_cannot_resume_can_be_imported(tmp_path):
+    with pytest.raises(HyperionError) as caught:
+        train(small_engine(), torch.utils.data.DataLoader([1, 2]), TrainingPlan(steps=3), folder=tmp_path)
+    assert "torchdata.stateful_dataloader.StatefulDataLoader" in caught.value.next_step
+    assert "pip install torchdata" in caught.value.next_step
+    for loader in (LanguageBatches, ImageBatches):
+        assert f"{loader.__module__}.{loader.__name__}" in caught.value.next_step
+
+
 @pytest.mark.parametrize("lacking", ["evaluate", "save", "load"])
 def test_an_engine_that_cannot_end_does_not_begin(lacking, tmp_path):
     engine = small_engine()
