@@ -334,9 +334,9 @@ class _Run:
                 raise HyperionError(
                     f"{name}, a {type(part).__name__}, has no {' and no '.join(missing)}",
                     where="train",
-                    next_step="use torchdata.stateful_dataloader.StatefulDataLoader, which takes the arguments of "
-                    "torch.utils.data.DataLoader (pip install torchdata), hyperion.data.batches.LanguageBatches, "
-                    "hyperion.data.images.device_images.ImageBatches, or no checkpoint folder"
+                    next_step="use torchdata.stateful_dataloader.StatefulDataLoader (pip install torchdata), which takes the "
+                    "arguments of torch.utils.data.DataLoader, with generator=torch.Generator(); or "
+                    "hyperion.data.batches.LanguageBatches, hyperion.data.images.device_images.ImageBatches or no folder"
                     if part is self.batches
                     else "use a LanguageEngine, an ImageEngine or your own TorchEngine",
                 )

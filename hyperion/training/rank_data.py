@@ -5,6 +5,7 @@ with loaders of different lengths would wait for each other until a timeout. All
 """
 
 import hashlib
+import operator
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ def require_equal_lengths(what: str, loader: Any, where: str) -> None:
 
     Args:
         what: name of the loader, for the error message.
-        loader: loader of this rank. Without `__len__` its length is not compared.
+        loader: loader of this rank. If its length is not known, it is not compared.
         where: the part of the run, for the error message.
     """
-    lengths = gathered(len(loader) if hasattr(loader, "__len__") else None)
-    known = [f"{length} on rank {rank}" for rank, length in enumerate(lengths) if length is not None]
-    if len({length for length in lengths if length is not None}) > 1:
+    # A DataLoader of an IterableDataset has a method __len__ that raises TypeError, which length_hint ignores.
+    lengths = {rank: length for rank, length in enumerate(gathered(operator.length_hint(loader, -1))) if length >= 0}
+    if len(set(lengths.values())) > 1:
+        each = ", ".join(f"{length} on rank {rank}" for rank, length in lengths.items())
         raise HyperionError(
-            f"{what} has different numbers of batches: {', '.join(known)}",
+            f"{what} has different numbers of batches: {each}",
             where=where,
             next_step="give all ranks the same number of batches, for example by dropping the last rows: "
             "rows[: len(rows) // size * size]",

@@ -180,3 +180,14 @@ def test_an_estimate_of_a_step_that_reads_a_value_is_refused(case):
 def test_an_estimate_of_something_else_than_an_engine_and_a_batch_is_refused(made):
     with pytest.raises(HyperionError, match=f"make returned a {type(made).__name__}, and not a pair"):
         estimate_memory(lambda device: made, CPU)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([BATCH])
+
+
+def test_a_validation_loader_of_unknown_length_is_evaluated():
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    history = train(Reg(), [BATCH], TrainingPlan(epochs=2), validation=lambda: loader)
+    assert all(record.evaluation["loss"] > 0 for record in history.epochs)
