@@ -227,14 +227,14 @@ def _defining_modules(module: str, name: str) -> list[str]:
 def _is_face(source: str) -> bool:
     """Return True if a module only re-exports names: its source contains nothing but a docstring, imports and `__all__`.
 
-    Lazy imports are allowed too: a function `__getattr__`, and imports under `if TYPE_CHECKING`.
+    Lazy imports are allowed too: the functions `__getattr__` and `__dir__`, and imports under `if TYPE_CHECKING`.
     """
 
     def passive(node: ast.stmt) -> bool:
         if isinstance(node, ast.If):
             return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(passive, node.body))
         if isinstance(node, ast.FunctionDef):
-            return node.name == "__getattr__"
+            return node.name in ("__getattr__", "__dir__")
         if isinstance(node, ast.Assign):
             return [getattr(target, "id", "") for target in node.targets] == ["__all__"]
         return (
