@@ -143,10 +143,15 @@ def test_a_signal_ends_the_watch_and_the_readings_are_kept(number, code, tmp_pat
         sleep(seconds)
 
     monkeypatch.setattr(monitor.time, "sleep", interrupted)
+    # Shells start programs in the background with SIGINT ignored, which the tests inherit.
+    earlier_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     table, picture = tmp_path / "m.csv", tmp_path / "m.png"
     earlier = signal.getsignal(signal.SIGTERM)
     options = ["--interval", "0.05s", "--duration", "60s", "--csv", str(table), "--plot", str(picture)]
-    done = CliRunner().invoke(app, ["monitor", *options])
+    try:
+        done = CliRunner().invoke(app, ["monitor", *options])
+    finally:
+        signal.signal(signal.SIGINT, earlier_interrupt)
     assert done.exit_code == code and "the monitor used" in done.output, done.output
     assert len(table.read_text().splitlines()) > 2 and picture.read_bytes().startswith(b"\x89PNG")
     assert signal.getsignal(signal.SIGTERM) is earlier
