@@ -142,8 +142,7 @@ def _directions() -> Iterator[bool]:
 
     Without the change of direction, one of two equal functions takes 20 to 60 ns longer than the other one, depending on its
     place in the round. If every other round were reversed, half of the calls would follow a call of the same function and find
-    other contents of the caches than the rest. The directions depend only on the number of rounds, so all ranks have the same
-    order.
+    other contents of the caches than the rest.
     """
     return itertools.cycle((False,) * 4 + (True,) * 4)
 
@@ -154,8 +153,8 @@ class _HostClock:
     stamp = staticmethod(time.perf_counter_ns)
     now = staticmethod(time.monotonic)
 
-    def __init__(self):
-        self._backwards = _directions()
+    def __init__(self, reverses: bool = True):
+        self._backwards = _directions() if reverses else None
 
     def seconds(self, start: int, end: int) -> float:
         """Return the seconds between two readings of the clock."""
@@ -265,9 +264,11 @@ def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES, se
 
     Args:
         head_start_cycles: number of cycles per call that a GPU spins at the start of a batch, while the host fills the queue.
-        separate: on a GPU, whether functions that take long are sampled separately. False on ranks that meet in collectives.
+        separate: on a GPU, whether functions that take long are sampled separately, and on a CPU, whether the order of the
+            functions is reversed in some rounds. False on ranks that meet in collectives: the last function then runs last, so
+            that its result can be checked.
     """
-    return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles, separate)
+    return _HostClock(separate) if device.kind == "cpu" else _EventClock(device, head_start_cycles, separate)
 
 
 def calls_that_fill(seconds: float, call_s: float) -> int:

@@ -180,3 +180,13 @@ def test_a_block_clock_times_each_function_after_calls_of_its_own(monkeypatch):
     order.clear()
     assert BlockClock().sample(functions, None, 3) == [pytest.approx([0.001] * 3)] * 2
     assert order == sorted(order), "all calls of one function precede those of the other"
+
+
+@pytest.mark.parametrize("rounds", [1, 4, 5, 8, 11])
+def test_on_ranks_the_last_function_runs_last_because_its_result_is_checked(rounds):
+    order = []
+    functions = [lambda: order.append("compute"), lambda: order.append("both")]
+    clock = clocks.device_clock(detect_cpu(), separate=False)
+    clock.sample(functions, None, rounds)
+    clock.sample(functions, None, 1)
+    assert order == ["compute", "both"] * (rounds + 1)
