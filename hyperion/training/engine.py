@@ -9,7 +9,7 @@ import ctypes
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,8 +49,24 @@ from hyperion.parallel import (
 )
 from hyperion.processes import World
 from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
+from hyperion.training.engine_checks import (
+    batch_error,
+    batch_form,
+    check_arguments,
+    check_device,
+    check_optimizer,
+    rate_of,
+    require_loss,
+    returned,
+    tensor_form,
+    two_tensors,
+    value_range,
+)
 from hyperion.training.evaluate import ONE_CLASS_EACH, evaluate_images, evaluate_language, require_nll
 from hyperion.training.recipe import Precision
+
+# Options of a parameter group that say how an update is computed, and not what.
+_HOW = ("foreach", "fused", "capturable")
 
 
 class NonFiniteError(HyperionError):
@@ -163,9 +179,9 @@ class TorchEngine(ABC):
         micro_batches: int = 1,
     ):
         device = device_of(device)
-        _check_arguments(schedule, precision, clip_norm, micro_batches, type(self).__name__)
-        _check_optimizer(model, optimizer, type(self).__name__)
-        _check_device(model, device, type(self).__name__)
+        check_arguments(schedule, precision, clip_norm, micro_batches, type(self).__name__)
+        check_optimizer(model, optimizer, type(self).__name__)
+        check_device(model, device, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
         self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
@@ -232,7 +248,7 @@ class TorchEngine(ABC):
             self._call("check_batch", batch)
             _require_count(self._call("count_items", batch), self.ranks, f"{type(self).__name__}.count_items")
             self.unchecked = False
-        learning_rate = _rate_of(self.schedule, self.steps + 1, type(self).__name__)
+        learning_rate = rate_of(self.schedule, self.steps + 1, type(self).__name__)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         if not self.model.training:  # train() visits all modules and takes as much host time as launching several kernels
@@ -256,7 +272,7 @@ class TorchEngine(ABC):
         except HyperionError:
             raise
         except Exception as error:
-            error.add_note(f"raised in {type(self).__name__}.{method}, step {self.steps + 1}, batch {_batch_form(batch)}")
+            error.add_note(f"raised in {type(self).__name__}.{method}, step {self.steps + 1}, batch {batch_form(batch)}")
             raise
 
     def _step(self, batch: Any) -> tuple[Tensor, ...]:
@@ -274,7 +290,7 @@ class TorchEngine(ABC):
                 with exchange:
                     with self.precision.autocast(self.device):
                         total = self._call("summed_loss", part)
-                    _require_loss(total, f"{type(self).__name__}.summed_loss")
+                    require_loss(total, f"{type(self).__name__}.summed_loss")
                     if index == 0:
                         # Wait for the sum only here, because its exchange overlaps with the first forward pass.
                         items = finish_count()
@@ -402,7 +418,7 @@ class LanguageEngine(TorchEngine):
     item = "token"
 
     def check_batch(self, batch: tuple[Tensor, Tensor]) -> None:
-        inputs_BT, targets_BT = _two_tensors(batch, "inputs_BT, targets_BT", self.device)
+        inputs_BT, targets_BT = two_tensors(batch, "inputs_BT, targets_BT", self.device)
         model: Any = self.model.module if is_replicated(self.model) else self.model
         with contextlib.suppress(ValueError):  # a compiled module may have no signature
             signature = inspect.signature(model.forward)
@@ -415,19 +431,19 @@ class LanguageEngine(TorchEngine):
                     next_step="let model(inputs_BT, targets_BT) return the negative log-likelihood of each target [B, T], or "
                     "write a TorchEngine with your own summed_loss",
                 ) from None
-        shapes = f"inputs {_form(inputs_BT)} and targets {_form(targets_BT)}"
+        shapes = f"inputs {tensor_form(inputs_BT)} and targets {tensor_form(targets_BT)}"
         if inputs_BT.ndim != 2 or inputs_BT.shape != targets_BT.shape:
-            raise _batch_error(shapes, "pass token ids of shape [B, T] for both; each target is the token that follows its input")
+            raise batch_error(shapes, "pass token ids of shape [B, T] for both; each target is the token that follows its input")
         if inputs_BT.dtype not in (torch.int32, torch.int64) or targets_BT.dtype != torch.int64:
-            raise _batch_error(shapes, "pass inputs as int32 or int64 token ids, and targets as int64 token ids")
+            raise batch_error(shapes, "pass inputs as int32 or int64 token ids, and targets as int64 token ids")
         configs = (getattr(module, "config", None) for module in self.model.modules())
         vocabulary = next((size for config in configs if (size := getattr(config, "vocab_size", None))), None)
         scored_BT = targets_BT.masked_fill(targets_BT == IGNORE_INDEX, 0)
-        least, most, least_target, most_target = _range(inputs_BT) + _range(scored_BT)
+        least, most, least_target, most_target = value_range(inputs_BT) + value_range(scored_BT)
         for name, low, high in (("inputs", least, most), ("targets", least_target, most_target)):
             if low < 0 or (vocabulary is not None and high >= vocabulary):
                 allowed = "0 .." if vocabulary is None else f"0 .. {vocabulary - 1}, the model's vocabulary"
-                raise _batch_error(
+                raise batch_error(
                     f"token ids of the {name} are from {low} to {high}, outside {allowed}",
                     f"tokenize with the model's tokenizer; set targets that are not scored to {IGNORE_INDEX}",
                 )
@@ -468,33 +484,33 @@ class ImageEngine(TorchEngine):
     item = "image"
 
     def check_batch(self, batch: tuple[Tensor, Tensor]) -> None:
-        images_BCYX, labels_B = _two_tensors(batch, "images_BCYX, labels_B", self.device)
+        images_BCYX, labels_B = two_tensors(batch, "images_BCYX, labels_B", self.device)
         first = next((module for module in self.model.modules() if isinstance(module, nn.Conv2d)), None)
         channels = None if first is None else first.in_channels
         last = images_BCYX.ndim == 4 and images_BCYX.shape[1] != channels == images_BCYX.shape[3]
         if images_BCYX.ndim != 4 or last:
-            raise _batch_error(
-                f"images {_form(images_BCYX)}, but the model takes [B, {channels or 'C'}, Y, X]",
+            raise batch_error(
+                f"images {tensor_form(images_BCYX)}, but the model takes [B, {channels or 'C'}, Y, X]",
                 "put channels first: images.permute(0, 3, 1, 2) if they are [B, Y, X, C]",
             )
         if not images_BCYX.is_floating_point():
-            raise _batch_error(
-                f"images are {_form(images_BCYX)}, which is not a floating-point dtype",
+            raise batch_error(
+                f"images are {tensor_form(images_BCYX)}, which is not a floating-point dtype",
                 "pass normalised floating-point images: (images / 255 - mean) / deviation, as ImageBatches does",
             )
         if labels_B.shape != images_BCYX.shape[:1] or labels_B.dtype != torch.int64:
-            raise _batch_error(f"labels {_form(labels_B)} for images {_form(images_BCYX)}", ONE_CLASS_EACH)
-        lowest, highest = _range(images_BCYX)
+            raise batch_error(f"labels {tensor_form(labels_B)} for images {tensor_form(images_BCYX)}", ONE_CLASS_EACH)
+        lowest, highest = value_range(images_BCYX)
         if (
             lowest >= 0 and highest > 100
         ):  # normalized values are a few standard deviations from 0, so values above 100 are not normalized
-            raise _batch_error(
+            raise batch_error(
                 f"images have values from {lowest:g} to {highest:g}, so they seem to be bytes that are not normalised",
                 "normalise images: (images / 255 - mean) / deviation, as ImageBatches does",
             )
-        least, self._highest_label = _range(labels_B)
+        least, self._highest_label = value_range(labels_B)
         if least < 0:
-            raise _batch_error(f"a label is {least}", "number the classes from 0")
+            raise batch_error(f"a label is {least}", "number the classes from 0")
 
     def __init__(self, model: nn.Module, *args: Any, label_smoothing: float = 0.0, **kwargs: Any):
         require_number("label_smoothing", label_smoothing, "ImageEngine", at_least=0, below=1)
@@ -515,8 +531,8 @@ class ImageEngine(TorchEngine):
         images_BCYX = images_BCYX.contiguous(memory_format=self._memory_format)
         logits_BK = self.model(images_BCYX).float()
         if logits_BK.ndim != 2 or logits_BK.shape[1] <= self._highest_label:
-            raise _batch_error(
-                f"the model returned {_form(logits_BK)}, but labels go up to {self._highest_label}",
+            raise batch_error(
+                f"the model returned {tensor_form(logits_BK)}, but labels go up to {self._highest_label}",
                 "build the model with at least as many classes as the labels have, and let it return logits of shape [B, K]",
             )
         return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
@@ -576,7 +592,7 @@ def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[A
     rows = {len(tensor) if isinstance(tensor, Tensor) and tensor.ndim else None for tensor in tensors}
     if None in rows or len(rows) != 1:
         raise HyperionError(
-            f"the batch {_batch_form(batch)} cannot be split into {count} parts",
+            f"the batch {batch_form(batch)} cannot be split into {count} parts",
             where="gradient accumulation",
             next_step="pass tensors of the same length in a tuple, a list or a dict, or use micro_batches=1",
         )
@@ -595,101 +611,11 @@ def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[A
     yield parts[-1], contextlib.nullcontext()
 
 
-def _check_arguments(schedule: Any, precision: Any, clip_norm: float, micro_batches: int, where: str) -> None:
-    def refusal(what: str, next_step: str) -> HyperionError:
-        return HyperionError(what, where=where, next_step=next_step)
-
-    if not callable(schedule):
-        raise refusal(
-            f"the schedule is {schedule!r:.80}, but must be a function of the step",
-            "pass WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
-        )
-    _rate_of(schedule, 1, where)
-    if not isinstance(precision, Precision):
-        raise refusal(f"the precision is {precision!r:.80}", 'pass choose_precision(device), or choose_precision(device, "bf16")')
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
-        raise refusal(
-            f"clip_norm is {clip_norm!r}, which is not a number above 0", "pass a number above 0, or math.inf to disable clipping"
-        )
-    require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
-
-
-def _rate_of(schedule: Callable[[int], Any], step: int, where: str) -> float:
-    """Return the learning rate of a step.
-
-    Raises:
-        HyperionError: it is no finite number, or negative.
-    """
-    rate = schedule(step)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise HyperionError(
-            f"the schedule returns the learning rate {rate!r} for step {step}",
-            where=where,
-            next_step="return a finite number that is not negative",
-        )
-    return rate
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Check that the optimizer trains every parameter that has gradients.
-
-    A step sets only the optimizer's gradients to zero. The gradients of other parameters would grow from step to step, and
-    clipping would count them.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"{optimizer!r:.80}"
-        raise HyperionError(
-            f"the optimizer is {given}, and not an object of a class of torch.optim",
-            where=where,
-            next_step="pass an object, for example torch.optim.AdamW(model.parameters())",
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise HyperionError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss several times, but a step computes it once",
-            where=where,
-            next_step="choose another optimizer, such as torch.optim.AdamW",
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise HyperionError(
-            f"no parameter of the {type(model).__name__} needs gradients, so there is nothing to train",
-            where=where,
-            next_step="unfreeze parameters with requires_grad_(True)",
-        )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left_out = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held]
-    if left_out:
-        raise HyperionError(
-            f"the optimizer does not have {len(left_out)} parameters of the model that need gradients, such as {left_out[0]}",
-            where=where,
-            next_step="make the optimizer from the parameters of this model, and freeze the others with requires_grad_(False)",
-        )
-    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-    if len(rates) > 1:
-        raise HyperionError(
-            f"the optimizer's parameter groups have the learning rates {', '.join(f'{rate:g}' for rate in rates)}, but the "
-            "schedule sets one rate for all groups",
-            where=where,
-            next_step="give all groups the same rate, or write an engine whose train_step sets the rate of each group",
-        )
-
-
-def _check_device(model: nn.Module, device: Device, where: str) -> None:
-    """Check that the parameters of the model are on the device of the engine."""
-    for name, parameter in model.named_parameters():
-        if not _is_on(parameter, device):
-            raise HyperionError(
-                f"the parameter {name} is on {parameter.device}, but the engine computes on {device.torch_device}",
-                where=where,
-                next_step=f'move the model before the optimizer is made: model.to("{device.torch_device}")',
-            )
-
-
 def _require_count(count: Any, ranks: int, where: str) -> None:
     """Check the number of items of the first batch. All ranks must call this function, which waits for the device."""
     if not isinstance(count, Tensor) or count.ndim or count.dtype not in (torch.int64, torch.int32):
         raise HyperionError(
-            f"the number of items is {_returned(count)}, and not an int64 tensor of shape []",
+            f"the number of items is {returned(count)}, and not an int64 tensor of shape []",
             where=where,
             next_step="return torch.full((), count, dtype=torch.int64, device=…), or the sum of a mask",
         )
@@ -700,44 +626,6 @@ def _require_count(count: Any, ranks: int, where: str) -> None:
             where=where,
             next_step="count the terms of the sum that summed_loss returns, and skip batches that have none",
         )
-
-
-def _require_loss(loss: Any, where: str) -> None:
-    """Check that a loss is a scalar with gradient, without waiting for the device."""
-    if not isinstance(loss, Tensor):
-        next_step = "return the sum as a tensor, without .item() or float()"
-    elif loss.ndim or not loss.is_floating_point():
-        next_step = "return the sum over all items: losses.sum(), or reduction='sum'"
-    elif not loss.requires_grad:
-        next_step = "compute the loss from self.model(…), without detach(), torch.no_grad() or .item()"
-    else:
-        return
-    gradient = " without gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
-    raise HyperionError(
-        f"the loss is {_returned(loss)}{gradient}, and not a floating-point tensor of shape [] with gradient",
-        where=where,
-        next_step=next_step,
-    )
-
-
-def _returned(value: Any) -> str:
-    return _form(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _batch_form(batch: Any) -> str:
-    """Return a short description of a batch, such as {x: float32 [4, 8], y: int64 [4]}."""
-    if isinstance(batch, Tensor):
-        return _form(batch)
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key}: {_batch_form(part)}" for key, part in batch.items()) + "}"
-    if isinstance(batch, tuple | list):
-        return "(" + ", ".join(map(_batch_form, batch)) + ")"
-    return type(batch).__name__
-
-
-def _is_on(tensor: Tensor, device: Device) -> bool:
-    expected = torch.device(device.torch_device)
-    return tensor.device.type == expected.type and expected.index in (None, tensor.device.index)
 
 
 def _why_not_captured(batch: Any, optimizer: torch.optim.Optimizer) -> str:
@@ -754,36 +642,3 @@ def _why_not_captured(batch: Any, optimizer: torch.optim.Optimizer) -> str:
     if kind is not torch.optim.SGD and not all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         return f"{kind.__name__} counts its steps on the host unless it has fused=True or capturable=True"
     return ""
-
-
-# Options of a parameter group that say how an update is computed, and not what.
-_HOW = ("foreach", "fused", "capturable")
-
-
-def _two_tensors(batch: Any, names: str, device: Device) -> tuple[Tensor, Tensor]:
-    """Return the two tensors of a batch.
-
-    Raises:
-        HyperionError: the batch is not a pair of tensors, is empty, or is on another device.
-    """
-    if not isinstance(batch, tuple | list) or [isinstance(part, Tensor) for part in batch] != [True, True]:
-        raise _batch_error(f"the batch is a {type(batch).__name__}", f"pass a pair of tensors ({names})")
-    for part in batch:
-        if not _is_on(part, device):
-            raise _batch_error(f"the batch is on {part.device}", f"create it on {device.torch_device}, the engine's device")
-        if not part.numel():
-            raise _batch_error(f"a tensor of the batch is empty: {_form(part)}", "skip empty batches")
-    first, second = batch
-    return first, second
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _range(tensor: Tensor) -> list[float]:
-    return torch.stack(torch.aminmax(tensor)).tolist()
-
-
-def _batch_error(what: str, next_step: str) -> HyperionError:
-    return HyperionError(what, where="the first batch", next_step=next_step)
