@@ -31,7 +31,7 @@ from hyperion.commands.frameworks import app as frameworks_app
 from hyperion.commands.megatron import app as megatron_app
 from hyperion.commands.monitor import monitor
 from hyperion.commands.port import app as port_app
-from hyperion.errors import LARGEST_SEED, HyperionError
+from hyperion.errors import LARGEST_SEED, HyperionError, require_writable
 from hyperion.garbage import collect_rarely
 from hyperion.paths import data_folder, project_root, results_folder
 from hyperion.terminal import run_command, say
@@ -458,7 +458,6 @@ def passport(
         measure_passport,
         new_passport_path,
         not_measured,
-        require_writable,
         verify_passport,
         write_passport,
     )
@@ -469,7 +468,13 @@ def passport(
         if output is not None and output.exists():
             raise HyperionError("there is already a file with this name", where=output, next_step="choose another --output")
         folder = results_folder() / PASSPORTS if output is None else output.parent
-        require_writable(folder)
+        require_writable(
+            folder,
+            HyperionError,
+            action="cannot write the passport",
+            unchanged="nothing was measured",
+            elsewhere="name another file with --output FILE",
+        )
         content = measure_passport(time_limit_s)
         path = output or new_passport_path(content, folder)
         write_passport(content, path)

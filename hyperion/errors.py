@@ -4,7 +4,9 @@ import difflib
 import errno
 import math
 import numbers
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 
@@ -71,6 +73,21 @@ def nearest_first(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3)
     others = ", ".join(one for one in names if one not in close)
     return f"{', '.join(close)} (similar){others and f', {others}'}" if close else others
+
+
+def require_writable(folder: Path, kind: type[Error], *, action: str, unchanged: str, elsewhere: str) -> None:
+    """Create a folder if it does not exist, and check that a file can be written to it. For the arguments see `refused_write`.
+
+    Raises:
+        HyperionError: an error of this kind, if the folder cannot be created, or no file can be written to it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permission bits show neither quotas nor read-only file systems, so a file is written.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"hyperion")
+    except OSError as error:
+        raise refused_write(error, kind, action=action, unchanged=unchanged, where=folder, elsewhere=elsewhere) from error
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, unchanged: str, where: object, elsewhere: str) -> Error:

@@ -16,7 +16,6 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from hyperion import errors
 from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError
 from hyperion.errors import refused_write, require_number
@@ -150,20 +150,13 @@ def require_writable(folder: Path) -> None:
     folder = Path(folder)
 
     def attempt() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # The folder may exist but be read-only, so try to write to it.
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"checkpoint")
-        except OSError as error:
-            raise refused_write(
-                error,
-                CheckpointError,
-                where=folder,
-                elsewhere="choose another checkpoint folder",
-                action="cannot write checkpoints",
-                unchanged="training has not started",
-            ) from error
+        errors.require_writable(
+            folder,
+            CheckpointError,
+            action="cannot write checkpoints",
+            unchanged="training has not started",
+            elsewhere="choose another checkpoint folder",
+        )
 
     on_rank_0(attempt)
     agreed(lambda: _require_shared(folder))

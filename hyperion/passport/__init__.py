@@ -3,14 +3,7 @@
 A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine.
 """
 
-from hyperion.passport.measure import (
-    measure_passport,
-    new_passport_path,
-    not_measured,
-    passport_name,
-    require_writable,
-    write_passport,
-)
+from hyperion.passport.measure import measure_passport, new_passport_path, not_measured, passport_name, write_passport
 from hyperion.passport.verify import PassportError, verify_passport
 
 __all__ = [
@@ -19,7 +12,6 @@ __all__ = [
     "new_passport_path",
     "not_measured",
     "passport_name",
-    "require_writable",
     "verify_passport",
     "write_passport",
 ]

@@ -6,7 +6,6 @@ measured first.
 
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from hyperion.chapter.rows import CACHE_MULTIPLE
 from hyperion.doctor import FloorReport, judge
 from hyperion.doctor.floors import measure_floor
 from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, launch_rows, stream_rows, transfer_rows, with_params
-from hyperion.errors import HyperionError, refused_write
+from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Floor, MachineFacts, collect_facts, detect, fingerprint, floors_for
 from hyperion.hardware.floors import STREAMS
 from hyperion.measure import FORMATS, Gemm, matmul_precision
@@ -103,28 +102,6 @@ def write_passport(content: dict, path: Path) -> None:
         raise HyperionError("there is already a file with this name", where=path, next_step="choose another name: --output FILE")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
-
-
-def require_writable(folder: Path) -> None:
-    """Create a folder if it does not exist, and check that a file can be written in it. Called before anything is measured.
-
-    Raises:
-        HyperionError: the folder cannot be created, or no file can be written in it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Permission bits show neither quotas nor read-only file systems.
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"passport")
-    except OSError as error:
-        raise refused_write(
-            error,
-            HyperionError,
-            action="cannot write the passport",
-            unchanged="nothing was measured",
-            where=folder,
-            elsewhere="name another file with --output FILE",
-        ) from error
 
 
 def passport_name(content: dict) -> str:

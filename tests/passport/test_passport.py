@@ -268,7 +268,7 @@ def test_a_passport_that_cannot_be_written_is_refused_before_the_measurement(nam
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patched:
-        patched.setattr("hyperion.passport.measure.tempfile.TemporaryFile", read_only)
+        patched.setattr("hyperion.errors.tempfile.TemporaryFile", read_only)
         assert f"Read-only file system; nothing was measured\n  where: {folder}" in refusal()
     folder.rmdir()
     folder.touch()
