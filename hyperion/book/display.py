@@ -174,7 +174,7 @@ def show_predictions(predictions: pd.DataFrame) -> None:
     caption, table = prediction_table(predictions)
     show_table(table, caption)
     for sentence in prediction_basis(predictions):
-        _display({"text/markdown": f"*{markdown_text(sentence)}*", "text/plain": sentence})
+        _display({"text/markdown": f"<em>{markdown_text(sentence)}</em>", "text/plain": sentence})
 
 
 def show_published(*names: str) -> None:

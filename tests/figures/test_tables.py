@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from nbconvert.filters.markdown import markdown2html
 
 from hyperion.book import display
 from hyperion.errors import HyperionError, not_none
@@ -224,6 +225,14 @@ def test_the_notebook_shows_both(monkeypatch):
     monkeypatch.setattr(display, "_display", bundles.append)
     display.show_predictions(written([("fp32", 1024, 0.1)]))
     assert "text/html" in bundles[0] and "data sheet" in bundles[1]["text/markdown"]
+
+
+def test_the_link_at_the_end_of_a_basis_is_only_the_address(monkeypatch):
+    bundles = []
+    monkeypatch.setattr(display, "_display", bundles.append)
+    display.show_predictions(written([("fp32", 1024, 0.1)]).assign(basis="data sheet, https://example.com/h200/"))
+    page = markdown2html(bundles[1]["text/markdown"])
+    assert 'href="https://example.com/h200/"' in page and "<em>Prediction: data sheet" in page and "*" not in page
 
 
 @pytest.mark.parametrize(

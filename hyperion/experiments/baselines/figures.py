@@ -395,8 +395,16 @@ def _draw_drift(axes: Axes, material: Material) -> None:
         difference = (curves[name] / curves[names[0]] - 1).abs().to_numpy()
         if difference.any():
             width = max(1.0, 6.5 - 1.2 * place)  # curves of equal losses coincide, so later curves are thinner
+            differs = np.pad(difference > 0, 1)
+            # A difference between two steps with equal losses has no line to a neighbour, so it needs a mark.
+            alone = differs[1:-1] & ~differs[:-2] & ~differs[2:]
             axes.plot(
-                curves.index, np.where(difference > 0, difference, np.nan), label=name, linewidth=width, color=COLOURS[place]
+                curves.index,
+                np.where(difference > 0, difference, np.nan),
+                label=name,
+                linewidth=width,
+                color=COLOURS[place],
+                **({"marker": "o", "markersize": width + 1, "markevery": alone.tolist()} if alone.any() else {}),
             )
     axes.set(
         yscale="log", xlabel="optimizer step", ylabel="relative difference", title=f"Difference from the losses of {names[0]}"

@@ -150,8 +150,9 @@ def roofline(material: Material) -> Figure | None:
     log_ticks(axes.yaxis)
     axes.legend(loc="lower right")
     spread_labels(axes, labels)
+    dotted = "Dotted lines: datasheet limits. " if any(row.limit is not None for row in products) else ""
     notes = [
-        "Solid lines: ceilings measured in this run. Dotted lines: datasheet limits. Filled marks: matrix products. Hollow: "
+        f"Solid lines: ceilings measured in this run. {dotted}Filled marks: matrix products. Hollow: "
         f"streams over {items(largest)} elements. Smaller streams are not shown, because a cache may serve them. Copies are not "
         "shown, because they do no arithmetic."
     ]

@@ -63,9 +63,10 @@ def precision(material: Material) -> Figure | None:
     notes = [
         "Time: the steps of all formats were timed alternately in one process. The bars are medians of eager steps with 95 % "
         f"intervals. {graphs}Memory: "
-        "each format ran in its own process. Bars are the bytes of tensors, the hollow marks are predictions from shapes, and "
-        "the vertical lines are the peaks of the accelerator's allocator."
+        "each format ran in its own process. Bars are the bytes of tensors. The hollow marks are predictions from shapes."
     ]
+    if any(_of(rows, "peak_memory_gib") for rows in models.values()):
+        notes[0] += " The vertical lines are the peaks of the accelerator's allocator."
     if any("tf32" in _of(rows, "step_time_s") for rows in models.values()):
         notes.append("fp32 is IEEE fp32, with TF32 off.")
     add_notes(figure, notes + _absences(models))
@@ -305,7 +306,13 @@ def training_ladder(material: Material) -> Figure | None:
     notes = [
         "Each rung makes one change to the rung above it. Its bar reaches from the value of the rung above to its own value."
     ]
-    notes.append("Losses are compared with those of the first rung. Circles: early steps. Squares: late steps. Bars: tolerance.")
+    rungs_of_all = [step for steps in models.values() for step in steps]
+    marks = (
+        ("Circles: early steps. ", any(step.early for step in rungs_of_all)),
+        ("Squares: late steps. ", any(step.late for step in rungs_of_all)),
+    )
+    shown = "".join(text for text, is_drawn in marks if is_drawn)
+    notes.append(f"Losses are compared with those of the first rung. {shown}Bars: tolerance.")
     notes += [f"{name}: {reason}." for name, reason in {row.params["rung"]: row.value_reason for row in absent}.items()]
     add_notes(figure, notes)
     return figure

@@ -64,8 +64,12 @@ def decode_speed(material: Material) -> Figure | None:
         ("Orange: predicted from the measured bandwidth of a copy.", any(row.predicted is not None for row in known)),
     ]
     note = " ".join(text for text, is_drawn in lines if is_drawn)
-    add_notes(figure, [*([note] if note else []), *absences(rows, lambda row: row.variant)])
+    add_notes(figure, [*([note] if note else []), *absences(rows, lambda row: row.variant, _unlimited_name)])
     return figure
+
+
+def _unlimited_name(row: Row) -> str:
+    return f"{row.variant}, {row.params['model']}"
 
 
 def qlora(material: Material) -> Figure | None:

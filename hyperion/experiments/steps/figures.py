@@ -223,8 +223,11 @@ def _notes(rows: list[Row]) -> list[str]:
     phases = _phases(rows)
     note = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
     if any(row.limit is not None for row in phases):
-        note += " Hatched: least time, with model FLOPs at the peak of the format and optimizer traffic at the memory's limit."
-        note += " Percentages: least time divided by measured time."
+        note += " Hatched: least time, with model FLOPs at the peak of the format at the device's maximum clock, and optimizer"
+        note += " traffic at the memory's limit. Percentages: least time divided by measured time."
+    # MFU is defined with the published peak. Its own limit is above 1 if that peak was computed at a lower clock.
+    if any(row.limit is not None and row.limit > 1.001 for row in select(rows, metric="mfu")):
+        note += " MFU: relative to the published peak, which is at a lower clock for some formats."
     if any(row.predicted is not None for row in select(rows, metric="step_time_s")):
         note += " Black line: predicted time."
     found = next(iter(select(rows, metric="mfu_maf")), None)

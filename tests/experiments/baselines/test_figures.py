@@ -2,8 +2,18 @@
 
 import math
 
-from hyperion.experiments.baselines.figures import image_classifier, language_model, leakage, perplexity, throughput
+from hyperion.experiments.baselines.figures import (
+    image_classifier,
+    language_model,
+    leakage,
+    parity_ladder,
+    perplexity,
+    throughput,
+)
+from hyperion.figures.material import Material
 from hyperion.figures.style import styled
+from hyperion.results import Run
+from tests.book.made_up.run import GPU
 
 
 def drawn(function, material):
@@ -48,3 +58,14 @@ def test_a_steady_step_is_drawn_as_a_reference_and_called_no_bound(material):
 def test_perplexities_are_written_beside_their_bars(material):
     shown = drawn(perplexity, material)[1]
     assert "38.20" in shown and "262.7" in shown and "812.4" in shown
+
+
+def test_a_single_step_with_another_loss_is_a_mark(tmp_path, material):
+    rows, samples = material.of("parity_ladder"), material.samples("parity_ladder")
+    losses = samples.assign(loss=8.0)
+    losses.loc[(losses["rung"] == "accumulated") & (losses["step"] == 7), "loss"] += 1e-6
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record(rows[0].notebook, "parity_ladder", rows, losses, input_hash="h")
+    (curve,) = drawn(parity_ladder, Material(run))[0].axes[0].lines
+    assert curve.get_marker() == "o" and [*curve.get_xdata()[curve.get_markevery()]] == [7]
+    assert all(line.get_marker() == "None" for line in drawn(parity_ladder, material)[0].axes[0].lines)

@@ -88,6 +88,11 @@ def test_no_point_lies_above_its_roof(material):
     assert "4,462 GB/s measured" in texts(drawn(roofline, material))
 
 
+def test_the_roofline_explains_dotted_lines_only_if_it_has_some(material, cpu_material):
+    assert "Dotted lines: datasheet limits" in texts(drawn(roofline, material))
+    assert "Dotted" not in texts(drawn(roofline, cpu_material))
+
+
 def test_arithmetic_intensity(material):
     row = next(r for r in gemm_rows(material) if (r.dtype, r.params["m"]) == ("bf16", 1024))
     assert gemm_intensity(row) == pytest.approx(1024 / 3)  # 2 n^3 / (3 n^2 * 2 bytes)

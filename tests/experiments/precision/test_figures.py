@@ -69,3 +69,11 @@ def test_small_models_are_read_in_mib():
 def test_nothing_measured_nothing_drawn(tmp_path):
     empty = Material(Run.create(tmp_path / "run", {}))
     assert draw("precision", empty) is None and draw("precision_loss", empty) is None
+
+
+def test_the_note_explains_the_allocator_lines_only_if_they_are_drawn(tmp_path, material):
+    assert "vertical lines are the peaks" in texts(drawn(precision, material))
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    rows = [row for row in variant_rows() if row.metric != "peak_memory_gib"]
+    run.record(PRECISION, "precision_variants", rows, variant_samples(), input_hash="h")
+    assert "vertical lines" not in texts(drawn(precision, Material(run)))

@@ -32,6 +32,17 @@ def test_bars_reach_from_the_rung_before_to_their_own_value(material):
     assert len(loss.collections) + len(loss.lines) >= 3
 
 
+def test_the_note_explains_only_the_marks_that_are_drawn(tmp_path, material):
+    with styled():
+        assert "Circles: early steps. Squares: late steps." in training_ladder(material).get_supxlabel()
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    old = [row for row in ladder_rows() if row.params.get("window") != "early"]
+    run.record(PRECISION, "training_ladder", old, variant_samples(), input_hash="h")
+    with styled():
+        note = training_ladder(Material(run)).get_supxlabel()
+    assert "Circles" not in note and "Squares: late steps. Bars: tolerance." in note
+
+
 def test_the_table_has_a_line_a_rung_with_intervals_of_the_changes(material):
     table = ladder_table(material.rows)
     assert list(table["rung"]) == list(LADDER) and list(table["format"]) == ["fp32", "bf16", "bf16", "bf16"]

@@ -1,5 +1,7 @@
 """What the figures of quantised weights, of decoding and of training with few bits show."""
 
+from dataclasses import replace
+
 import pytest
 
 from hyperion.experiments.quantization.figures import decode_speed, qlora, quantization
@@ -45,6 +47,17 @@ def test_each_model_has_a_panel_with_its_limits(material):
     assert "NF4: not measured" in figure.get_supxlabel()
     # No row has a prediction, so the note does not explain one.
     assert "Black: limit" in figure.get_supxlabel() and "Orange" not in figure.get_supxlabel()
+
+
+def test_a_missing_limit_is_noted_with_its_model(tmp_path, material):
+    run = Run.create(tmp_path / "older", {"environment": GPU})
+    rows = [
+        replace(row, limit=None, limit_source="no limit: made up") if row.params["model"] == "small" else row
+        for row in material.of("decode_speed")
+    ]
+    run.record(rows[0].notebook, "decode_speed", rows, material.samples("decode_speed"), input_hash="h")
+    note = drawn(decode_speed, Material(run)).get_supxlabel()
+    assert "original, small: no limit: made up." in note and "large: no limit" not in note
 
 
 def test_twins_have_curves_and_optimizers_have_bytes(material):

@@ -1,11 +1,16 @@
 """What the baseline figures show: phases beside their least times, and the batch that did not fit."""
 
+from dataclasses import replace
+
 import pytest
 from matplotlib.patches import Rectangle
 
 from hyperion.experiments.steps.figures import batch_scaling, model_steps, operator_cost, spread_above
+from hyperion.figures.material import Material
 from hyperion.figures.style import new_figure, png, styled
+from hyperion.results import Run
 from tests.book.made_up.baseline import ABSENT, MIB_PER_SAMPLE, STEPS
+from tests.book.made_up.run import GPU
 
 
 def drawn(function, material):
@@ -49,6 +54,14 @@ def test_each_variant_has_its_name_its_prediction_and_its_two_utilisations(mater
     assert foretold == pytest.approx([0.8 * sum(each[:3]) for m, _, _, each in STEPS if m == "resnet50"], rel=1e-6)
     assert len(bars(figure.axes[3], hatched=False)) == 2 * len(names)
     assert f"vit_b_16 bf16 ch.-last: {ABSENT}" in shown and "this run's gemm" in shown
+
+
+def test_the_note_says_which_peak_the_utilisation_and_the_least_time_use(tmp_path, material):
+    assert "maximum clock" in drawn(model_steps, material)[1] and "published peak" not in drawn(model_steps, material)[1]
+    rows = [replace(row, limit=1.08) if row.metric == "mfu" else row for row in material.of("model_steps")]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record(rows[0].notebook, "model_steps", rows, material.samples("model_steps"), input_hash="h")
+    assert "MFU: relative to the published peak" in drawn(model_steps, Material(run))[1]
 
 
 def test_without_limits_there_are_no_hatched_bars_and_the_note_says_why(cpu_material):
