@@ -409,7 +409,7 @@ def _draw_drift(axes: Axes, material: Material) -> None:
     axes.set(
         yscale="log", xlabel="optimizer step", ylabel="relative difference", title=f"Difference from the losses of {names[0]}"
     )
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))  # beside the panel: marks can be anywhere in it
 
 
 def _draw_rungs(axes: Axes, rows: list[Row]) -> None:

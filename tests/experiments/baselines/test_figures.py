@@ -11,7 +11,7 @@ from hyperion.experiments.baselines.figures import (
     throughput,
 )
 from hyperion.figures.material import Material
-from hyperion.figures.style import styled
+from hyperion.figures.style import png, styled
 from hyperion.results import Run
 from tests.book.made_up.run import GPU
 
@@ -66,6 +66,10 @@ def test_a_single_step_with_another_loss_is_a_mark(tmp_path, material):
     losses.loc[(losses["rung"] == "accumulated") & (losses["step"] == 7), "loss"] += 1e-6
     run = Run.create(tmp_path / "run", {"environment": GPU})
     run.record(rows[0].notebook, "parity_ladder", rows, losses, input_hash="h")
-    (curve,) = drawn(parity_ladder, Material(run))[0].axes[0].lines
+    figure = drawn(parity_ladder, Material(run))[0]
+    png(figure)
+    left = figure.axes[0]
+    assert left.get_legend().get_window_extent().x0 >= left.get_window_extent().x1, "the legend covers marks"
+    (curve,) = left.lines
     assert curve.get_marker() == "o" and [*curve.get_xdata()[curve.get_markevery()]] == [7]
     assert all(line.get_marker() == "None" for line in drawn(parity_ladder, material)[0].axes[0].lines)
