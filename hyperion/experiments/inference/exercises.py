@@ -1,8 +1,7 @@
 """Self-marking exercises on runtimes. Each begins with a function that contains a common mistake."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -48,32 +47,4 @@ def judge_parity(my_check: Callable[[Tensor, Tensor], bool]) -> pd.DataFrame:
         except Exception:  # such as the AssertionError of torch.testing.assert_close
             said = False
         lines.append({"export": name, "your check says equal": said, "right": said == wanted})
-    return pd.DataFrame(lines)
-
-
-@explains_errors
-def judge_percentile(my_p99: Callable[[Sequence[float], Sequence[bool]], float]) -> pd.DataFrame:
-    """Test a function that computes the 99th percentile of request latencies if some requests failed.
-
-    Args:
-        my_p99: function that takes two sequences with one entry per request: the time in seconds, and whether the request
-            succeeded. It returns the 99th percentile in seconds. A failed request never got an answer, so its latency counts as
-            infinite.
-
-    Returns:
-        A table with one line for each server: the result of the function, and whether it is right.
-    """
-    seconds = np.linspace(0.010, 0.020, 1000)
-    slow = np.where(np.arange(1000) % 50 == 0, 5.0, seconds)  # 2 % of the requests
-    servers = {
-        "every request succeeds": (seconds, np.full(1000, True), 0.0199),
-        "2 % are slow": (slow, np.full(1000, True), 5.0),
-        "2 % are slow and are refused": (slow, slow < 1, np.inf),
-        "0.2 % fail": (seconds, np.arange(1000) >= 2, 0.0199),
-    }
-    lines = []
-    for name, (times, succeeded, wanted) in servers.items():
-        said = float(my_p99(times, succeeded))
-        right = said == wanted if np.isinf(wanted) else abs(said - wanted) <= 0.005 * wanted
-        lines.append({"server": name, "your p99 / s": said, "right": bool(right)})
     return pd.DataFrame(lines)

@@ -6,6 +6,7 @@ only if all its requests succeeded.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -244,12 +245,15 @@ def _rows(
     step = _decoding_step(context) if context.device.kind == "cpu" else None
     for metric in LATENCIES:
         limit, source = decoding_limit(context, model, options.dtype) if metric == "tpot_s" else (None, _NO_LIMIT[metric])
-        together = tokens_sent_together(measured.runs, limit, step and step.value) if metric == "tpot_s" else ""
+        missing = tokens_sent_together(measured.runs, limit, step and step.value) if metric == "tpot_s" else ""
+        undefined = sum(math.isnan(getattr(reply, metric)) for run in measured.runs for reply in run)
+        if undefined and not missing:
+            missing = f"not computed: {undefined} answers have no text, or too few tokens for this time"
         for percent in PERCENTILES:
             params = measured.params | {"percentile": percent}
             # With fewer requests than this, the percentile is the largest value, whatever the distribution.
             least = round(100 / (100 - percent))
-            why = together
+            why = missing
             if measured.requests < least:
                 why = (
                     f"not computed: the {percent}th percentile needs {least} requests in a run, and there are {measured.requests}"

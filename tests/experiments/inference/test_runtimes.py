@@ -168,6 +168,37 @@ def test_the_limit_of_a_throughput_is_the_rate_of_products_over_the_work_of_an_e
     assert {row.params["role"] for row in rates} == {"search", "one example", "best batch"}
     # 100 TFLOPS over 2 GFLOP.
     assert {(row.limit, row.limit_source) for row in rates} == {(50_000.0, "2 GFLOP of an example at the data sheet")}
+    # Every batch takes 1 ms.
+    assert {(row.params["batch"], round(row.value)) for row in rates} == {(1, 1000), (3, 3000)}
+
+
+def test_the_work_of_an_example_is_that_of_one_example():
+    reference = SimpleNamespace(model=nn.Linear(8, 4), inputs=torch.ones(5, 8))
+    assert runtimes._flops_per_example(reference) == 2 * 8 * 4
+
+
+def test_a_runtime_that_takes_half_the_time_of_eager_mode_has_a_speed_up_of_two(material, monkeypatch, equal_times):
+    def timed(calls, device, **options):
+        return [Timing(np.full(30, ms / 1e3), (ms / 1e3,), True, False, "interval", Telemetry()) for ms in (1, 2)]
+
+    context, trained = material[0], material[1]
+    options = RuntimesOptions.of(context)
+    monkeypatch.setattr(runtimes, "time_interleaved", timed)
+    reference = runtimes._Reference(trained, CPU, CPU, options)
+    variant = runtimes._Variant(context, options, "a runtime", Prepared(trained.load(CPU), CPU, "fp32"), reference)
+    rows, _ = variant.time_throughput(Verification("c", 0.0, 1.0))
+    assert {row.value for row in of(rows, "speedup")} == {2.0}
+
+
+def test_a_captured_graph_reads_the_inputs_of_each_call(monkeypatch):
+    def capture(self, source):
+        output = torch.empty_like(source)
+        return SimpleNamespace(replay=lambda: output.copy_(self._model(source))), source, output
+
+    monkeypatch.setattr(backends._Captured, "_capture", capture)  # a CPU has no graphs
+    captured, x = backends._Captured(lambda x: 2 * x), torch.ones(2, 3)
+    assert torch.equal(captured(x), 2 * x) and torch.equal(captured(5 * x), 10 * x) and torch.equal(captured(x[:1]), 2 * x[:1])
+    assert torch.equal(x, torch.ones(2, 3)), "the inputs of the caller stay as they are"
 
 
 def test_a_runtime_that_fails_is_unexpected_and_the_others_run(material, monkeypatch):
@@ -350,7 +381,7 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
     seen = []
 
     def on_a_gpu(prepared, inputs):
-        seen.append(prepared.call(inputs).dtype)
+        seen.append((len(inputs), prepared.call(inputs).dtype))
         return 1e-6
 
     gpu = dataclasses.replace(CPU, kind="cuda")
@@ -359,7 +390,7 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
     monkeypatch.setattr(batch_times, "second_call_s", lambda call, device: 1e-3)
     monkeypatch.setattr(batch_times, "time_function", lambda call, device, **options: timed(call, CPU, **options))
     rows, _ = runtimes._Variant(context, options, backends.GRAPH, Prepared(model, gpu, "bf16"), reference).time_latency()
-    assert seen == [torch.bfloat16]
+    assert seen == [(1, torch.bfloat16)]
     assert of(rows, "share")[0].params["label"] == "host-bound"
 
 

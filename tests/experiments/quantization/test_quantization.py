@@ -182,6 +182,9 @@ def test_int8_of_onnx_runtime_is_within_its_bound_and_a_wrong_scale_is_not(kind,
         return ((Session(path)(x).double() - exact).abs() / bound).max().item()
 
     assert 0.01 < worst() <= 1
+    if kind == onnx_int8.STATIC:
+        calibrated = pytest.approx((0.5 * x.min().item(), 0.5 * x.max().item()), abs=ranges.input_step)
+        assert (ranges.input_low, ranges.input_high) == calibrated
     assert onnx_int8.stored_weight_bytes(path) == onnx_int8.weight_bytes(kind, [(16, 48)])
     # A batch that is smaller than the exported one gives the same values.
     assert torch.equal(Session(path)(x)[:2], Session(path)(x[:2])) or kind == onnx_int8.DYNAMIC
@@ -217,6 +220,60 @@ def test_on_a_machine_with_a_gpu_the_cpu_provider_scores_less_data_in_smaller_ba
         scored[name] = sum(sizes), sizes[0], len(material.batch())
         assert len(windows_of_tokens(trained, material.records)) == len(scores.losses)
     assert scored == {"cpu": (16, 4, 4), "beside a GPU": (3, 2, 2)}
+
+
+@pytest.mark.skipif(bool(why_no_onnx()), reason=why_no_onnx())
+def test_ranges_come_from_training_data_and_each_variant_is_scored_and_timed_as_itself(tmp_path, monkeypatch):
+    calibrated, timed = [], {}
+    quantise = onnx_int8.quantise
+
+    def recorded(kind, source, target, calibration=(), *skip):
+        calibrated.extend(calibration)
+        return quantise(kind, source, target, calibration, *skip)
+
+    context = toy_context("quantization", TOY, tmp_path)
+    context.workspace.mkdir(parents=True)
+    trained = quantization.trained_language_model(context, "llama_toy")
+    options = quantization.QuantizationOptions.of(context)
+    monkeypatch.setattr(onnx_int8, "quantise", recorded)
+    monkeypatch.setattr(quantization, "_onnx_error_rows", lambda *given: [])
+    monkeypatch.setattr(quantization, "SCHEMES", SCHEMES[:1])
+    monkeypatch.setattr(quantization._Material, "time_rows", lambda self, variants: timed.update(variants) or ([], []))
+    rows, _ = quantization._in_onnx(context, options, trained)
+    files = {name: session._path.name for name, (_, session) in timed.items()}
+    assert files == {
+        quantization.ORIGINAL: "language.onnx",
+        onnx_int8.DYNAMIC: "language-0.onnx",
+        onnx_int8.STATIC: "language-1.onnx",
+    }
+    windows = torch.cat(calibrated).tolist()
+    of_training, held_out = trained.calibration(detect_cpu()).tolist(), trained.held_out(detect_cpu())[0].tolist()
+    assert windows and all(window in of_training and window not in held_out for window in windows)
+    timed.clear()
+    rows += quantization._language_in_torch(context, options, trained, lambda *progress: None)[0]
+    linears = {name: len(quantized_linears.block_linears(model)) for name, (_, model) in timed.items()}
+    assert linears[quantization.ORIGINAL] > 0 and linears[SCHEMES[0].name] == 0
+    ratios = {row.variant: row.value for row in known(rows, "perplexity_ratio")}
+    assert set(ratios) == {onnx_int8.DYNAMIC, onnx_int8.STATIC, SCHEMES[0].name} and 1.0 not in ratios.values()
+
+
+def test_a_variant_that_takes_half_the_time_has_a_speed_up_of_two(tmp_path, monkeypatch):
+    context = toy_context("quantization", TOY, tmp_path)
+    options, trained = quantization.QuantizationOptions.of(context), quantization.trained_language_model(context, "llama_toy")
+    material = quantization._Material(context, options, trained, quantization.EAGER, detect_cpu(), "fp32")
+    monkeypatch.setattr(quantization, "time_interleaved", lambda calls, device, **given: [timing_of(2.0), timing_of(1.0)])
+    rows, _ = material._in_alternation({quantization.ORIGINAL: ("fp32", int), "int8": ("int8", int)})
+    assert [(row.variant, row.value) for row in known(rows, "speedup")] == [("int8", 2.0)]
+
+
+def test_a_weight_of_onnx_runtime_has_an_error_of_at_most_a_step_of_its_scale():
+    weight = torch.tensor([[1.0, -2.0], [0.5, 0.25]])
+    by_output, by_tensor = torch.tensor([[4.0, 4.0], [1.0, 1.0]]).double() / 255, torch.full((2, 2), 4.0).double() / 255
+    assert torch.equal(onnx_int8.weight_error(onnx_int8.STATIC, weight), by_output)
+    assert torch.equal(onnx_int8.weight_error(onnx_int8.DYNAMIC, weight), by_output)
+    # The convolution of the dynamic kind has a single scale.
+    of_convolution = onnx_int8.weight_error(onnx_int8.DYNAMIC, weight[:, :, None, None])
+    assert torch.equal(of_convolution[..., 0, 0], by_tensor)
 
 
 def test_static_quantisation_needs_calibration(tmp_path):

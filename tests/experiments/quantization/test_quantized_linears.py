@@ -19,6 +19,7 @@ from hyperion.experiments.quantization.quantized_linears import (
     SCHEMES,
     Fp8,
     Fp8Linear,
+    Int4Linear,
     Int4WeightOnly,
     Int8Linear,
     Int8WeightOnly,
@@ -189,6 +190,19 @@ def test_fp8_is_within_its_bound_and_a_missing_scale_is_not(by_row, storage, mon
     if by_row:
         monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: scaled_mm(*a, **k, fault="one scale"))
         assert output_error(scheme, weight, x, layer(x))[1] > 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_a_layer_reads_its_stored_codes_in_every_call(kind, monkeypatch):
+    """A layer that kept converted weights would be timed without the conversion, and would read more bytes than its rows say."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight, x = case()
+    make = {"int8": Int8Linear, "int4": Int4Linear, "fp8": lambda weight: Fp8Linear(weight, torch.float8_e4m3fn, True)}
+    layer = make[kind](weight)
+    assert layer(x).any()
+    for codes in (one for one in layer.buffers() if one.dtype != torch.float32):
+        codes.copy_(pack_int4(torch.zeros_like(weight)) if kind == "int4" else torch.zeros_like(codes))
+    assert not layer(x).any()
 
 
 def test_what_cannot_run_here_has_a_reason(monkeypatch):

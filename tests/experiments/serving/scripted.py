@@ -18,6 +18,8 @@ class Script:
     `ballast_bytes`: memory that each request leaves behind. `linger_s`: seconds for which the connection stays open after the
     event [DONE]. `stops`: whether the server stops when a client hangs up; otherwise it computes as long as for the whole answer.
     `event`: the first event, instead of a token; the stream then ends.
+    `texts`: the texts of the events and the seconds before each, instead of one token in each event. The last one ends the
+    answer, which has `counted` tokens.
     `blocks`: number of blocks of a server that keeps one for each client that hangs up, or 0 for a server that frees them.
     Without a free block, it sends no token.
     """
@@ -37,6 +39,8 @@ class Script:
     event: str = ""
     stops: bool = True
     usage: bool = True
+    texts: tuple[tuple[str, float], ...] = ()
+    counted: int = 0
     requests: list[dict] = field(default_factory=list)
     ballast: list[bytes] = field(default_factory=list)
     finished: int = 0
@@ -103,6 +107,15 @@ async def _answer(script: Script, turn: asyncio.Lock, reader, writer) -> None:
         if script.event:
             writer.write(f"data: {script.event}\n\n".encode())
             await writer.drain()
+            return
+        for place, (text, wait_s) in enumerate(script.texts, 1):
+            await asyncio.sleep(wait_s)
+            last = place == len(script.texts)
+            event = {"choices": [{"text": text, "finish_reason": "stop" if last else None}]}
+            event |= {"usage": {"completion_tokens": script.counted}} if last else {}
+            writer.write(f"data: {json.dumps(event)}\n\n".encode())
+            await writer.drain()
+        if script.texts:
             return
         for token in range(body["max_tokens"]):
             await asyncio.sleep(script.gap_s if token else 0.0)

@@ -49,6 +49,17 @@ def test_times_of_one_answer():
     assert reply.request_time_s >= 0.3 + 5 * 0.1
 
 
+def test_the_tokens_are_those_that_the_server_counts_and_an_event_without_text_is_no_token():
+    """A server may send several tokens in an event. Its first and last events often have no text."""
+    texts = (("", 0.0), (" a b", 0.3), (" c d", 0.6), ("", 0.6))
+    script = Script(texts=texts, counted=4)
+    with scripted_server(script) as address:
+        reply = ask(address)
+    assert reply.error == "" and reply.pieces == (" a b", " c d") and reply.tokens == 4
+    assert reply.ttft_s >= 0.3 and reply.tpot_s == pytest.approx((reply.last_s - reply.first_s) / 3, rel=1e-12)
+    assert reply.end_s - reply.last_s >= 0.5, "the last event has no text"
+
+
 def test_the_time_per_token_has_one_interval_less_than_tokens():
     assert Reply(due_s=0, end_s=3, first_s=1.0, last_s=2.0, tokens=11).tpot_s == pytest.approx(0.1)
     assert math.isnan(Reply(due_s=0, end_s=3, first_s=1.0, last_s=1.0, tokens=1).tpot_s)
@@ -113,6 +124,13 @@ def test_arrivals_are_a_poisson_process():
     mean = sum(gaps) / len(gaps)
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert 0.6 / 100 < mean < 1.6 / 100 and 0.5 < spread / mean < 1.6
+
+
+def test_the_seed_determines_the_arrivals():
+    with scripted_server(Script()) as address:
+        runs = [loop_of(open_loop, address, ["p"] * 5, 1, 1000.0, seed) for seed in (3, 3, 4)]
+    first, again, other = ([reply.due_s - run[0].due_s for reply in run] for run in runs)
+    assert first == pytest.approx(again, abs=1e-9) and first != pytest.approx(other, abs=1e-9)
 
 
 def test_a_run_with_a_failure_is_invalid():

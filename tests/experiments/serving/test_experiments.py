@@ -17,8 +17,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hyperion.chapter import experiment_named, load_profile
 from hyperion.experiments.serving import kv_cache_memory, server_answers, server_load, server_soak
@@ -40,7 +42,7 @@ from tests.chapter.toy import perform, toy_context
 from tests.experiments.serving.scripted import Script, scripted_server
 from tests.hardware.machines import facts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "metrics")
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"max_requests": 8, "blocks": 16, "block_tokens": 16, "batch_tokens": 128, "start_timeout_s": 60.0}
@@ -73,6 +75,12 @@ LOAD = {
     "runs": 3,
     "run_limit_s": 20.0,
 }
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    """Register the metrics of serving, which rows need. A test that runs alone has no other test that does."""
+    experiment_named("server_soak")
 
 
 @pytest.fixture
@@ -179,6 +187,22 @@ def test_a_server_that_keeps_the_blocks_of_hang_ups_does_not_answer_the_load(blo
     assert row.without_failed_value().is_unexpected is bool(blocks) and row.value == (0 if blocks else SOAK["users"])
 
 
+def test_the_memory_of_a_server_is_that_of_its_processes_which_are_not_listed_for_each_reading(tmp_path, monkeypatch):
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as front:
+        assert front.stdin is not None and front.stdout is not None
+        front.stdout.readline()  # its child runs
+        server = Server(front, Endpoint("", "", ""), tmp_path / "log", 0)
+        family = [psutil.Process(front.pid), *psutil.Process(front.pid).children()]
+        expected = sum(process.memory_info().rss for process in family)
+        assert len(family) == 2 and server.rss_bytes() == pytest.approx(expected, rel=0.05)
+        monkeypatch.setattr(Server, "processes", lambda self: [])
+        assert server.rss_bytes() > 0, "listed less than a second ago"
+        monkeypatch.setattr(servers, "_LIST_EVERY_S", 0.0)
+        assert server.rss_bytes() == 0
+        front.stdin.write(b"\n")
+
+
 @pytest.mark.parametrize(("growth_bytes", "holds"), [(800.0, True), (15_500.0, False), (800_000.0, False)])
 def test_growth_above_the_bound_refutes_its_claim(growth_bytes, holds):
     interval = {"n": 10, "ci_low": growth_bytes - 1000, "ci_high": growth_bytes + 1000, "limit_source": "no limit: made up"}
@@ -224,6 +248,15 @@ def served_in_this_process(**script):
     """A scripted server without a front, in the place of a running server."""
     with scripted_server(Script(**script)) as address:
         yield SimpleNamespace(endpoint=Endpoint(address, "key", "toy"), start_s=1.0, rss_bytes=lambda: 0, log_text=str)
+
+
+def test_the_first_readings_of_a_soak_are_not_fitted(tmp_path):
+    context = toy_context("server_soak", SOAK, tmp_path)
+    options = server_soak.ServerSoakOptions.of(context)
+    with served_in_this_process() as server:
+        replies, readings = server_soak._soak(context, options, server, [f"p{i}" for i in range(60)])
+    assert [reply.error for reply in replies] == [""] * 40
+    assert readings["requests"].tolist() == [*range(1, 41)] and readings["fitted"].tolist() == [False] * 8 + [True] * 32
 
 
 def test_requests_that_fail_make_the_soak_invalid(tmp_path):
@@ -370,6 +403,33 @@ def test_each_latency_has_the_percentiles_of_its_own_times(tmp_path, monkeypatch
         assert [values[metric, percent] for percent in (50, 95, 99)] == pytest.approx([50 * unit, 95 * unit, 99 * unit])
 
 
+def test_a_percentile_is_that_of_each_run_and_the_median_over_runs(tmp_path, monkeypatch):
+    # The percentiles of all requests together are others.
+    runs = [
+        [Reply(0.0, scale * n, first_s=scale * n, last_s=scale * n, tokens=3) for n in range(1, 101)] for scale in (1, 10, 100)
+    ]
+    values = rows_of_replies(tmp_path, monkeypatch, *runs)
+    assert [values["ttft_s", percent] for percent in (50, 95, 99)] == [500.0, 950.0, 990.0]
+
+
+def test_a_percentile_has_no_value_with_fewer_requests_than_it_needs(tmp_path, monkeypatch):
+    run = [Reply(0.0, 2.0, first_s=1.0, last_s=1.5, tokens=3) for _ in range(19)]
+    values = rows_of_replies(tmp_path, monkeypatch, run, run, run)
+    assert [values["ttft_s", percent] for percent in (50, 95, 99)] == [1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "lost"),
+    [(Reply(0.0, 2.0, 1.0, 1.0, tokens=1), {"tpot_s"}), (Reply(0.0, 2.0, tokens=1), {"tpot_s", "ttft_s"})],
+    ids=["one token", "no text"],
+)
+def test_an_answer_without_a_time_costs_the_values_of_this_time_alone(answer, lost, tmp_path, monkeypatch):
+    run = [*(Reply(0.0, 2.0, first_s=1.0, last_s=1.5, tokens=3) for _ in range(99)), answer]
+    values = rows_of_replies(tmp_path, monkeypatch, run, run, run)
+    assert {metric for (metric, _), value in values.items() if value is None} == lost
+    assert values["request_time_s", 99] == 2.0 and values["requests_per_s", None] == 50.0
+
+
 def test_a_load_counts_requests_and_their_tokens(tmp_path, monkeypatch):
     # Four requests with five tokens each, in 2 s from the first due time to the last end.
     run = [Reply(7.0 + n / 2, 7.5 + n / 2, first_s=7.1 + n / 2, last_s=7.4 + n / 2, tokens=5) for n in range(4)]
@@ -391,7 +451,7 @@ def sent(toy, tmp_path, monkeypatch):
         return replies(prompts)
 
     async def open_loop(endpoint, prompts, tokens, requests_per_s, seed):
-        opened.append(SimpleNamespace(prompts=prompts, seed=seed))
+        opened.append(SimpleNamespace(prompts=prompts, seed=seed, requests_per_s=requests_per_s))
         return replies(prompts)
 
     monkeypatch.setattr(server_load, "closed_loop", closed_loop)
@@ -405,6 +465,11 @@ def sent(toy, tmp_path, monkeypatch):
 
 def test_the_runs_of_an_open_loop_have_different_arrivals(sent):
     assert len(sent.opened) == LOAD["runs"] == len({run.seed for run in sent.opened})
+
+
+def test_the_arrivals_of_an_open_loop_have_a_share_of_the_rate_of_the_last_closed_loop(sent):
+    # All replies of a run are due at 0 s and end at 1 s. The last closed loop has 100 of them.
+    assert {run.requests_per_s for run in sent.opened} == {0.5 * 100}
 
 
 def test_the_first_requests_warm_the_server_up_with_the_most_users_and_are_in_no_run(sent):
@@ -422,6 +487,9 @@ def test_a_loop_with_a_failed_request_has_no_values(toy, tmp_path, monkeypatch):
         rows = perform(toy_context("server_load", LOAD, tmp_path), tmp_path).rows
     failed = [row for row in rows if row.params.get("users") == 2]
     assert failed and all(row.value is None and "requests succeeded" in row.value_reason for row in failed)
+    # The log does not prove that the server batches requests, so the loops without a failed request have no values either.
+    refused = [row.value_reason for row in rows if row.params.get("users") == 1]
+    assert refused and all("does not batch continuously" in reason for reason in refused)
 
 
 @pytest.mark.process
@@ -543,6 +611,52 @@ def test_the_rows_count_tokens_and_not_the_texts_that_a_server_sends(tmp_path, m
 def test_a_position_is_undecided_if_its_gap_is_at_most_the_bound():
     assert first_undecided([1.0, 0.21, 0.2, 5.0], 0.2) == 2
     assert first_undecided([1.0, 2.0], 0.2) == 2
+
+
+def test_a_position_is_undecided_if_its_gap_is_at_most_twice_the_error_after_the_prompt(tmp_path, monkeypatch):
+    import transformers
+
+    # The gaps between the two largest logits are 1, 3, 0.3, 5, 9. The prompt has two tokens, so positions 1 to 3 choose tokens.
+    exact = torch.zeros(1, 5, 3)
+    exact[0, :, 1] = torch.tensor([1.0, 3.0, 0.3, 5.0, 9.0])
+    rounded = exact.clone()
+    rounded[0, 1, 2] += 0.2
+    rounded[0, [0, 4], 2] += 7.0  # outside of the answer
+
+    class Model:
+        def __init__(self, logits):
+            self.logits = logits
+
+        def __call__(self, ids):
+            return SimpleNamespace(logits=self.logits)
+
+        def generate(self, ids, **options):
+            return torch.cat([ids, torch.ones(1, 3, dtype=torch.long)], 1)
+
+    tokenizer = lambda prompt, return_tensors: SimpleNamespace(input_ids=torch.tensor([[0, 0]]))  # noqa: E731
+    monkeypatch.setattr(transformers, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda folder: tokenizer))
+    monkeypatch.setattr(server_answers, "pieces_of", lambda folder, ids: tuple(map(str, ids)))
+    model = SimpleNamespace(folder=tmp_path, load=lambda dtype, device: Model(exact if dtype == "fp32" else rounded))
+    (reference,) = server_answers.reference_answers(model, ["p"], 3, "bf16", "cpu")
+    assert reference.error == pytest.approx(0.2) and (reference.decided_tokens, reference.tokens) == (1, 3)
+
+
+@pytest.mark.parametrize(("tied", "elements"), [(True, 8 * 4 + 6), (False, 6 + 8 * 4)], ids=["tied", "untied"])
+def test_a_step_reads_all_weights_but_those_of_an_embedding_that_is_not_the_head(tied, elements, tmp_path):
+    tensors = {"model.embed_tokens.weight": torch.zeros(8, 4), "model.norm.weight": torch.zeros(6)}
+    tensors |= {} if tied else {"lm_head.weight": torch.zeros(8, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    model = ServedModel("toy", tmp_path, "synthetic")
+    assert (model.weight_bytes("bf16"), model.weight_bytes("fp32")) == (2 * elements, 4 * elements)
+
+
+def test_n_users_are_predicted_to_get_n_tokens_in_the_time_of_a_step(toy, tmp_path):
+    toy()
+    step = SimpleNamespace(metric="tpot_s", value=0.01)
+    forecasts = server_load.forecast(toy_context("server_load", LOAD | {"backends": ["toy"]}, tmp_path, [step]))
+    predicted = [(forecast.metric, forecast.params["users"], forecast.estimate) for forecast in forecasts]
+    assert predicted == [("tpot_s", 1, 0.01), ("output_tokens_per_s", 1, 100.0), ("output_tokens_per_s", 2, 200.0)]
 
 
 def test_the_slope_of_a_leak_and_of_noise():
