@@ -1,5 +1,6 @@
 """All figures of the book: the figures of the subjects, and two figures about a whole run, the summary and the predictions."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ def all_plots() -> list[Plot]:
     Raises:
         HyperionError: two figures have the same name, or PLOTS of a subject is no tuple of figures of experiments.
     """
-    experiments = {name for subject in subjects() for name in subject.modules}
+    experiments = {name for subject in subjects() for name in _experiments_of(subject)}
     of_subjects = [plot for subject in subjects() for plot in _plots_of_subject(subject, experiments)]
     plots = [_OF_THE_RUN[0], *of_subjects, *_OF_THE_RUN[1:]]
     names = [plot.name for plot in plots]
@@ -37,6 +38,12 @@ def all_plots() -> list[Plot]:
             next_step="rename one of the two figures in the figures.py of its subject, of hyperion/experiments or your own",
         )
     return plots
+
+
+@functools.cache
+def _experiments_of(subject: Subject) -> tuple[str, ...]:
+    """Return `subject.experiments`. The result is cached, because it needs the text of all modules."""
+    return tuple(subject.experiments)
 
 
 def _plots_of_subject(subject: Subject, experiments: set[str]) -> tuple[Plot, ...]:

@@ -120,7 +120,8 @@ def read_notebook(path: Path) -> Notebook:
         cells = tuple((cell["cell_type"], "".join(cell["source"])) for cell in document["cells"])
         metadata = document["metadata"].get("hyperion")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BookError(f"not a notebook: {error!r}", where=path, next_step="restore the file: git checkout -- <file>") from error
+        remedy = "save it from JupyterLab as a notebook, or restore the file if it is in git: git checkout -- <file>"
+        raise BookError(f"not a notebook: {error!r}", where=path, next_step=remedy) from error
     if not isinstance(metadata, dict):
         raise BookError("notebook lacks metadata.hyperion", where=path, next_step=_REMEDY)
     if "parameters" not in tags:  # the notebook would measure with its own settings, and in a run of its own

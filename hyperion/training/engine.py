@@ -57,6 +57,7 @@ from hyperion.training.engine_checks import (
     check_optimizer,
     rate_of,
     require_loss,
+    require_no_mean,
     returned,
     tensor_form,
     two_tensors,
@@ -196,6 +197,7 @@ class TorchEngine(ABC):
         self.uncaptured = why_not_captured(device, self.ranks, precision.dtype) if capture else "not asked for"
         self._captured: CapturedStep | None = None
         self.unchecked = True
+        self._expects_sum = False  # True during the first step, if its batch has more than one item
         self._items_seen = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         if device.kind == "cpu":
             keep_freed_memory()
@@ -225,7 +227,8 @@ class TorchEngine(ABC):
     def summed_loss(self, batch: Any) -> Tensor:
         """Return the sum of the losses of all items in this rank's batch, as a scalar with gradient.
 
-        A mean is not detected. The engine would divide it by the number of items a second time.
+        The engine would divide a mean by the number of items a second time. The first step refuses a mean only if it comes
+        directly from a loss function of PyTorch.
         """
 
     @abstractmethod
@@ -241,13 +244,14 @@ class TorchEngine(ABC):
 
         Raises:
             HyperionError: the first batch does not have the expected form (see `check_batch`) or no items, a loss is no scalar
-                with gradient, or DDP does not get a gradient of every parameter. Other exceptions of `check_batch`,
-                `count_items` and `summed_loss` get a note that names the method, the step and the form of the batch.
+                with gradient, the first loss is visibly a mean, or DDP does not get a gradient of every parameter. Other
+                exceptions of `check_batch`, `count_items` and `summed_loss` get a note that names the method, the step and the
+                form of the batch.
         """
         if self.unchecked:
             self._call("check_batch", batch)
-            _require_count(self._call("count_items", batch), self.ranks, f"{type(self).__name__}.count_items")
-            self.unchecked = False
+            items = _require_count(self._call("count_items", batch), self.ranks, f"{type(self).__name__}.count_items")
+            self._expects_sum, self.unchecked = items > 1, False
         learning_rate = rate_of(self.schedule, self.steps + 1, type(self).__name__)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -262,6 +266,7 @@ class TorchEngine(ABC):
         captured = self._captured if self._captured is not None and self._captured.fits(batch) else None
         metrics = self._step(batch) if captured is None else captured(batch, learning_rate)
         loss, norm, items, rank_loss, rank_items, skipped = metrics
+        self._expects_sum = False
         self.steps += 1
         return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
 
@@ -291,6 +296,8 @@ class TorchEngine(ABC):
                     with self.precision.autocast(self.device):
                         total = self._call("summed_loss", part)
                     require_loss(total, f"{type(self).__name__}.summed_loss")
+                    if self._expects_sum:
+                        require_no_mean(total, f"{type(self).__name__}.summed_loss")
                     if index == 0:
                         # Wait for the sum only here, because its exchange overlaps with the first forward pass.
                         items = finish_count()
@@ -611,8 +618,11 @@ def _micro_batches(batch: Any, count: int, model: nn.Module) -> Iterator[tuple[A
     yield parts[-1], contextlib.nullcontext()
 
 
-def _require_count(count: Any, ranks: int, where: str) -> None:
-    """Check the number of items of the first batch. All ranks must call this function, which waits for the device."""
+def _require_count(count: Any, ranks: int, where: str) -> int:
+    """Check and return the number of items of the first batch on all ranks.
+
+    All ranks must call this function, which waits for the device.
+    """
     if not isinstance(count, Tensor) or count.ndim or count.dtype not in (torch.int64, torch.int32):
         raise HyperionError(
             f"the number of items is {returned(count)}, and not an int64 tensor of shape []",
@@ -626,6 +636,7 @@ def _require_count(count: Any, ranks: int, where: str) -> None:
             where=where,
             next_step="count the terms of the sum that summed_loss returns, and skip batches that have none",
         )
+    return total
 
 
 def _why_not_captured(batch: Any, optimizer: torch.optim.Optimizer) -> str:

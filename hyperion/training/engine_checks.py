@@ -121,6 +121,21 @@ def require_loss(loss: Any, where: str) -> None:
     )
 
 
+def require_no_mean(loss: Tensor, where: str) -> None:
+    """Raise a HyperionError if a loss function of PyTorch, such as `F.cross_entropy`, returned this loss as a mean.
+
+    These functions store their reduction in the graph. Other means are not detected: the last operation of a sum may be a mean as
+    well, for example over the features of a sample.
+    """
+    if getattr(loss.grad_fn, "_saved_reduction", None) == 1:  # at::Reduction::Mean
+        raise HyperionError(
+            f"the loss is a mean, computed by {type(loss.grad_fn).__name__}, but the engine divides by the number of items",
+            where=where,
+            next_step="return the sum over all items: reduction='sum'. If a model returns the mean as its loss, compute the sum "
+            "from its outputs",
+        )
+
+
 def returned(value: Any) -> str:
     return tensor_form(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 

@@ -73,6 +73,7 @@ def test_an_unknown_figure_is_refused_with_the_names(material):
     ("plots", "says"),
     [
         ((Plot("losses", "gem", "", print),), "'losses' in PLOTS belongs to 'gem', which is no experiment"),
+        ((Plot("losses", "reasons", "", print),), "'losses' in PLOTS belongs to 'reasons', which is no experiment"),
         (Plot("losses", "gemm", "", print), r"PLOTS is Plot\("),
     ],
 )

@@ -49,6 +49,7 @@ from hyperion.training import (
     sgd_nesterov,
     train,
 )
+from hyperion.training.rank_data import require_own_parts
 from tests.training.small import STEPS, TOKENS, DropoutLM, Slow, small_validation
 
 SAVED_AT, NEXT = 9, 5
@@ -281,6 +282,13 @@ def check_ranks_with_the_same_batch_are_refused(place: Path) -> None:
     with pytest.raises(HyperionError, match="ranks 0 and 1 got the same batch") as caught:
         train(engine, whole, PLAN)
     assert engine.steps == 0 and caught.value.where == "step 1" and "rows[rank::size]" in caught.value.next_step
+
+
+def check_every_second_row_of_a_batch_is_an_own_part(place: Path) -> None:
+    here, labels = world(), torch.arange(8)
+    require_own_parts({"y": labels[here.rank :: here.size]}, "step 1")  # rows[rank::size] of labels is not contiguous
+    with pytest.raises(HyperionError, match="ranks 0 and 1 got the same batch"):
+        require_own_parts({"y": labels[:: here.size]}, "step 1")
 
 
 def check_loaders_of_different_lengths_are_refused(place: Path) -> None:

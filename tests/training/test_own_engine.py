@@ -65,6 +65,22 @@ def test_a_loss_that_is_no_scalar_with_gradient_is_refused(case):
     assert caught.value.where == "Reg.summed_loss" and next_step in caught.value.next_step
 
 
+@pytest.mark.parametrize("mean", [F.mse_loss, F.huber_loss, lambda outputs, y: F.cross_entropy(outputs, y[:, 0].long() * 0)])
+def test_a_mean_of_a_loss_function_is_refused_in_the_first_step(mean):
+    engine = Reg(lambda model, batch: mean(model(batch["x"]), batch["y"]))
+    weights = engine.model.weight.clone()
+    with pytest.raises(HyperionError, match="the loss is a mean, computed by .*Loss.*Backward0") as caught:
+        engine.train_step(BATCH)
+    assert caught.value.where == "Reg.summed_loss" and "reduction='sum'" in caught.value.next_step
+    assert engine.steps == 0 and torch.equal(engine.model.weight, weights)
+
+
+def test_a_mean_over_a_batch_that_counts_as_one_item_is_accepted():
+    engine = Reg(lambda model, batch: F.mse_loss(model(batch["x"]), batch["y"]), lambda batch: torch.ones((), dtype=torch.int64))
+    mean = squares(engine.model, BATCH).mean().item()
+    assert float(engine.train_step(BATCH).loss) == mean
+
+
 COUNTS = {
     "float": (lambda batch: count(batch).float(), r"float32 \[\]"),
     "mask": (lambda batch: torch.ones((), dtype=torch.bool), r"bool \[\]"),
