@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, matmul_precision
 from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler
-from hyperion.measure.steps.profiled import profiled
+from hyperion.measure.steps.profiled import is_on_gpu, profiled_events
 from hyperion.workloads.onnx_sessions import CPU_PROVIDER, Session, gpu_provider, why_no_gpu_provider, why_no_onnx
 
 EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
@@ -218,17 +217,8 @@ def count_kernels(prepared: Prepared, inputs: Tensor) -> int:
         return len(prepared.call.executed(inputs))
     events = _profiled(prepared, inputs)
     if prepared.device.kind != "cpu":
-        return sum(event.device_type.name != "CPU" and not event.name.startswith(("Memcpy", "Memset")) for event in events)
+        return sum(is_on_gpu(event) and not event.name.startswith(("Memcpy", "Memset")) for event in events)
     return sum(_kernels_of(event) for event in events if event.cpu_parent is None)
-
-
-def device_seconds(prepared: Prepared, inputs: Tensor) -> float:
-    """Return the busy time of a GPU during one call, in seconds.
-
-    This is the sum of the times of all kernels and copies, without the gaps between them.
-    """
-    events = _profiled(prepared, inputs)
-    return sum(event.time_range.elapsed_us() for event in events if event.device_type.name != "CPU") / 1e6
 
 
 def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
@@ -239,14 +229,7 @@ def _profiled(prepared: Prepared, inputs: Tensor) -> list[Any]:
     """
     with torch.no_grad():
         prepared.call(inputs)  # the first call compiles, captures or allocates
-        events = list(profiled(lambda: prepared.call(inputs), prepared.device).events() or [])
-    if prepared.device.kind != "cpu" and not any(event.device_type.name != "CPU" for event in events):
-        raise HyperionError(
-            "the profiler recorded no kernel on the GPU",
-            where=f"torch {torch.__version__}, {prepared.device.name}",
-            next_step="detach other profilers, and check the permissions of CUPTI or roctracer",
-        )
-    return events
+        return profiled_events(lambda: prepared.call(inputs), prepared.device)
 
 
 def _kernels_of(event: Any) -> int:

@@ -43,7 +43,6 @@ from hyperion.experiments.inference.backends import (
     Prepared,
     build_package,
     count_kernels,
-    device_seconds,
     load_package,
     prepare,
     why_absent,
@@ -52,6 +51,7 @@ from hyperion.hardware import Device, detect_cpu
 from hyperion.measure import FORMATS, Timing, Verification, matmul_precision, relative_error, time_interleaved
 from hyperion.measure.clock.clocks import BlockClock, WallClock, calls_that_fill
 from hyperion.measure.products.dispatch import count_operations
+from hyperion.measure.steps.profiled import device_seconds
 from hyperion.processes.job import JobError
 from hyperion.results import Estimate, Row
 from hyperion.results.rows import UNEXPECTED
@@ -363,9 +363,11 @@ class _Variant:
         """
         params: dict[str, Any] = {"batch": 1, "cache": "hot", "what": "device time over latency"}
         try:
-            share = min(device_seconds(self.prepared, one) / latency_s, 1.0)
+            with torch.no_grad():
+                busy_s = device_seconds(lambda: self.prepared.call(one), self.prepared.device)
         except HyperionError as error:
             return self.context.absent_row(self.runtime, "share", error.what, **self.columns(**params))
+        share = min(busy_s / latency_s, 1.0)
         return self.row("share", share, **params, label="host-bound" if share < HOST_BOUND_SHARE else "device-bound")
 
     def compare_logits(self) -> tuple[Verification, list[Row]]:

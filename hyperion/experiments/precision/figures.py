@@ -38,6 +38,7 @@ from hyperion.figures.style import (
 from hyperion.results import Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
+_BUSY_GPU = {"what": "device time over step time"}  # params of the rows with the share of a step in which the GPU is busy
 _GRAPH = {"mode": "graph"}  # params of the rows of steps that are replayed as graphs
 _SMALLEST = 1e-7  # smaller relative differences are drawn at this value, about the rounding error of float32
 _LESS, _MORE = COLOURS[2], COLOURS[1]
@@ -198,6 +199,7 @@ class Step:
         early: row of the difference between this rung's losses and the first rung's losses, in the first steps of training. None
             for the first rung, and for old runs that compared only the last steps.
         late: row of the same difference, in the last steps of training. None for the first rung.
+        busy: row of the share of the step in which the GPU is busy. None on a CPU, and for old runs.
     """
 
     name: str
@@ -206,6 +208,12 @@ class Step:
     speedup: Row | None
     early: Row | None
     late: Row | None
+    busy: Row | None
+
+    @property
+    def busy_ms(self) -> float | None:
+        """Time of the step in which the GPU is busy, in milliseconds."""
+        return self.busy and 1e3 * not_none(self.time.value) * not_none(self.busy.value)
 
 
 def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
@@ -222,7 +230,7 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
         speedup = _first(own, "speedup", over=steps[-1].name) if steps else None
         early = _first(own, "relative_difference", window="early")
         late = _first(own, "relative_difference", window="late") or _first(own, "relative_difference")
-        steps.append(Step(time.params["rung"], time, memory, speedup, early, late))
+        steps.append(Step(time.params["rung"], time, memory, speedup, early, late, _first(own, "share", **_BUSY_GPU)))
     return by_model
 
 
@@ -230,8 +238,10 @@ def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return a table with the time, memory and loss difference of each rung (version of the training step) of each model.
 
     The table contains 95 % confidence intervals. The time and memory of a rung are compared with those of the previous rung. Its
-    losses are compared with those of the first rung.
+    losses are compared with those of the first rung. On a GPU, a column gives the share of the step in which the GPU is busy.
     """
+    models = ladders(rows)
+    watched = any(step.busy for steps in models.values() for step in steps)
     return pd.DataFrame(
         [
             {
@@ -240,12 +250,13 @@ def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
                 "format": step.time.dtype,
                 "ms a step": number(1e3 * not_none(step.time.value), 3),
                 "Δ time [95 %, one launch]": _change_of_time(step.speedup),
+                **({"GPU busy": f"{percent(not_none(step.busy.value))} %" if step.busy else ""} if watched else {}),
                 "GiB": number(not_none(step.memory.value), 3) if step.memory else "not counted",
                 "Δ memory": _change_of_memory(before, step),
                 "Δ loss early": _change_of_loss(step.early),
                 "Δ loss late": _change_of_loss(step.late),
             }
-            for model, steps in ladders(rows).items()
+            for model, steps in models.items()
             for before, step in zip([None, *steps], steps, strict=False)
         ]
     )
@@ -298,6 +309,9 @@ def training_ladder(material: Material) -> Figure | None:
         _draw_steps(time, steps, [1e3 * not_none(step.time.value) for step in steps], "ms per step")
         peaks_gib = [step.memory and step.memory.value for step in steps]
         per_gib, unit = memory_unit([peak for peak in peaks_gib if peak is not None])
+        for place_of_rung, step in enumerate(steps):
+            if step.busy_ms is not None:
+                time.plot(step.busy_ms, place_of_rung, "D", color=INK, markerfacecolor="white", markersize=4.5)
         _draw_steps(memory, steps, [peak and per_gib * peak for peak in peaks_gib], f"{unit} at the peak")
         _draw_losses(loss, steps)
         time.set_yticks(range(len(steps)), [step.name for step in steps])
@@ -311,6 +325,8 @@ def training_ladder(material: Material) -> Figure | None:
         ("Circles: early steps. ", any(step.early for step in rungs_of_all)),
         ("Squares: late steps. ", any(step.late for step in rungs_of_all)),
     )
+    if any(step.busy for step in rungs_of_all):
+        notes.append("Diamonds: time in which the GPU is busy. In the rest of the step, it waits for the host.")
     shown = "".join(text for text, is_drawn in marks if is_drawn)
     notes.append(f"Losses are compared with those of the first rung. {shown}Bars: tolerance.")
     notes += [f"{name}: {reason}." for name, reason in {row.params["rung"]: row.value_reason for row in absent}.items()]

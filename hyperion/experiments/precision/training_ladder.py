@@ -5,6 +5,7 @@ losses of each rung are measured in a separate process. The steps of all rungs a
 were timed one after the other, changes of clock and temperature would distort the comparison.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -23,6 +24,7 @@ from hyperion.chapter.efficiency import EAGER_STEP
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.variants import merged, run_counted
 from hyperion.data.packing import IGNORE_INDEX
+from hyperion.errors import HyperionError
 from hyperion.experiments.precision.precision_variants import (
     speedup_forecast,
     tensor_bytes_of_a_step,
@@ -32,6 +34,7 @@ from hyperion.experiments.precision.precision_variants import (
 from hyperion.hardware import Device
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
 from hyperion.measure.steps.compilation import missing_compiler
+from hyperion.measure.steps.profiled import device_seconds
 from hyperion.models import TransformerLM
 from hyperion.parallel import ParallelPlan
 from hyperion.parallel.parallelize import EVERY_BLOCK, NONE
@@ -73,6 +76,8 @@ _ADDITIONS: dict[str, dict] = {
 _PREDICTABLE = (BASELINE, "tf32", "bf16")  # rungs with a prediction; shapes and ceilings do not predict the effect of the others
 _CHUNKS = 4  # number of chunks into which the chunked loss divides a batch
 _MEMORY_STEPS = 3
+# Params of the row with the share of a step in which the GPU is busy. In the rest of the step, it waits for the host.
+_BUSY_GPU = {"what": "device time over step time"}
 
 
 class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -122,7 +127,6 @@ class TrainingLadderOptions(Options):
         time_limit_s: timing budget in seconds for all rungs (versions of the training step) of one model.
         language: dimensions of the language model and names of the added optimizations. None omits this model.
         image: dimensions of the ResNet-18 and names of the added optimizations. None omits this model.
-        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     batches: int
@@ -130,7 +134,6 @@ class TrainingLadderOptions(Options):
     time_limit_s: float
     language: LanguageLadder | None = None
     image: ImageLadder | None = None
-    tolerance: dict[str, float] | None = None
 
     @property
     def ladders(self) -> dict[str, LanguageLadder | ImageLadder]:
@@ -365,6 +368,10 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
             for step in steps:  # compile before the timing, because the warm-up is shorter than a compilation
                 step()
             timings = time_interleaved([*steps], context.device, cold=False, time_limit_s=options.time_limit_s)
+            busy = [
+                _busy_row(context, step, timing, partial(row, rung))
+                for rung, step, timing in zip(present, steps, timings, strict=True)
+            ]
             del step, steps  # these are the last references to the engines
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
@@ -376,8 +383,24 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
         shared = {"dtype": rung.dtype, "params": params, "data_source": source}
         rows += speed_rows(context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared)
         frames.append(sample_frame(timing, work.name, rung.dtype, params).assign(kind="steady step", rung=rung.name))
-    rows += _speedup_rows(row, present, timings)
+    rows += [*filter(None, busy), *_speedup_rows(row, present, timings)]
     return Result(rows + absent, pd.concat(frames, ignore_index=True), source)
+
+
+def _busy_row(context: Context, step: Callable[[], object], timing: Timing, row: partial[Row]) -> Row | None:
+    """Return the row with the busy time of the GPU as a share of the step time, or None on a CPU.
+
+    The busy time comes from the profiler. An eager step launches its kernels one by one, so a step with many short kernels takes
+    as long as the host needs to launch them. An optimization that saves time on the GPU can then make the step slower.
+    """
+    if context.device.kind == "cpu":
+        return None
+    params = _BUSY_GPU | {"step": "steady"}
+    try:
+        share = min(device_seconds(step, context.device) / timing.estimate.value, 1.0)
+    except HyperionError as error:
+        return row("share", None, value_reason=error.what, **params)
+    return row("share", share, limit=1.0, limit_source="the GPU is busy during the whole step", **params)
 
 
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:

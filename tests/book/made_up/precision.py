@@ -81,6 +81,7 @@ def phase_rows() -> list[Row]:
     return rows
 
 
+LADDER_BUSY = {"baseline": 1.0, "bf16": 0.9, "fused optimizer": 0.8, "chunked loss": 0.4}
 LADDER = {"baseline": (140.0, 10.0), "bf16": (60.0, 6.0), "fused optimizer": (50.0, 6.0), "chunked loss": (55.0, 4.0)}
 
 
@@ -95,6 +96,8 @@ def ladder_rows() -> list[Row]:
         steady = params | {"step": "steady"}
         rows.append(Row(**shared, metric="step_time_s", params=steady, **timed(milliseconds / 1e3), **no_limit))
         rows.append(Row(**shared, metric="peak_memory_gib", value=gib, params=params, **no_limit))
+        busy = {"metric": "share", "value": LADDER_BUSY[name], "params": steady | {"what": "device time over step time"}}
+        rows.append(Row(**shared, **busy, **no_limit))
         if before:
             ratio = timed(LADDER[before][0] / milliseconds)
             rows.append(Row(**shared, metric="speedup", params=steady | {"over": before}, **ratio, **no_limit))

@@ -33,7 +33,7 @@ from hyperion.experiments.quantization import onnx_int8
 from hyperion.experiments.quantization.quantized_linears import SCHEMES, replace_linears
 from hyperion.hardware import Telemetry, detect_cpu
 from hyperion.measure import FORMATS, Timing, Verification
-from hyperion.measure.steps.profiled import profiled
+from hyperion.measure.steps import profiled as profiling
 from hyperion.processes.job import JobError
 from hyperion.results import Row
 from hyperion.results.rows import UNEXPECTED, canonical_params
@@ -363,16 +363,6 @@ def test_a_compiled_model_cuts_other_batches_into_the_compiled_sizes(monkeypatch
     assert torch.allclose(backends._Compiled(model, (1, 3))(x), model(x)) and seen == [3, 3, 1]
 
 
-def test_the_time_of_the_device_leaves_out_the_gaps_and_the_host(monkeypatch):
-    def event(kind, start, end):
-        times = SimpleNamespace(elapsed_us=lambda: end - start)
-        return SimpleNamespace(device_type=SimpleNamespace(name=kind), name="kernel", time_range=times)
-
-    events = [event("CPU", 0, 900), event("CUDA", 100, 130), event("CUDA", 500, 520)]
-    monkeypatch.setattr(backends, "_profiled", lambda prepared, inputs: events)
-    assert backends.device_seconds(Prepared(abs, CPU, "fp32"), torch.zeros(1)) == pytest.approx(50e-6)
-
-
 def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model(material, monkeypatch):
     context, trained = material[0], material[1]
     options = RuntimesOptions.of(context)
@@ -380,8 +370,8 @@ def test_the_time_of_the_device_is_measured_on_inputs_in_the_format_of_the_model
     model = trained.load(CPU, torch.bfloat16)
     seen = []
 
-    def on_a_gpu(prepared, inputs):
-        seen.append((len(inputs), prepared.call(inputs).dtype))
+    def on_a_gpu(call, device):
+        seen.append((*call().shape[:1], call().dtype))
         return 1e-6
 
     gpu = dataclasses.replace(CPU, kind="cuda")
@@ -398,7 +388,8 @@ def test_a_profiler_that_records_no_kernel_of_a_gpu_leaves_the_rows_without_a_va
     context, trained = material[0], material[1]
     options = RuntimesOptions.of(context)
     gpu = dataclasses.replace(CPU, kind="cuda")
-    monkeypatch.setattr(backends, "profiled", lambda call, device: profiled(call, CPU))  # its events are those of the CPU
+    on_any = profiling.profiled
+    monkeypatch.setattr(profiling, "profiled", lambda call, device: on_any(call, CPU))  # its events are those of the CPU
     reference = runtimes._Reference(trained, CPU, CPU, options)
     variant = runtimes._Variant(context, options, backends.GRAPH, Prepared(trained.load(CPU), gpu, "fp32"), reference)
     rows = [variant.kernels_row(), variant.host_bound_row(reference.inputs[:1], 1e-3)]

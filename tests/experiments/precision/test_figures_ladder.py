@@ -6,7 +6,7 @@ from hyperion.experiments.precision.figures import ladder_table, training_ladder
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.made_up.precision import LADDER, PRECISION, ladder_rows, variant_samples
+from tests.book.made_up.precision import LADDER, LADDER_BUSY, PRECISION, ladder_rows, variant_samples
 from tests.book.made_up.run import GPU
 
 
@@ -41,6 +41,24 @@ def test_the_note_explains_only_the_marks_that_are_drawn(tmp_path, material):
     with styled():
         note = training_ladder(Material(run)).get_supxlabel()
     assert "Circles" not in note and "Squares: late steps. Bars: tolerance." in note
+
+
+def test_the_busy_time_of_the_gpu_is_drawn_and_explained_only_if_it_was_measured(tmp_path, material):
+    with styled():
+        figure = training_ladder(material)
+    marks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[0].lines if line.get_marker() == "D"]
+    expected = [(LADDER[name][0] * LADDER_BUSY[name], place) for place, name in enumerate(LADDER)]
+    assert [place for _, place in marks] == [place for _, place in expected]
+    assert [busy for busy, _ in marks] == pytest.approx([busy for busy, _ in expected])
+    assert "Diamonds: time in which the GPU is busy" in figure.get_supxlabel()
+    assert list(ladder_table(material.rows)["GPU busy"]) == ["100.0 %", "90.0 %", "80.0 %", "40.0 %"]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    rows = [row for row in ladder_rows() if row.metric != "share"]
+    run.record(PRECISION, "training_ladder", rows, variant_samples(), input_hash="h")
+    with styled():
+        figure = training_ladder(Material(run))
+    assert "Diamonds" not in figure.get_supxlabel() and "D" not in [line.get_marker() for line in figure.axes[0].lines]
+    assert "GPU busy" not in ladder_table(rows).columns
 
 
 def test_the_table_has_a_line_a_rung_with_intervals_of_the_changes(material):

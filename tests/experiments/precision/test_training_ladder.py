@@ -1,7 +1,9 @@
 """The ladder: each rung is the one below with one thing more, trains the same, and is timed beside the others."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from hyperion.chapter import Result
 from hyperion.errors import HyperionError
+from hyperion.experiments.precision import training_ladder
 from hyperion.experiments.precision.precision_variants import why_not_timed
 from hyperion.experiments.precision.training_ladder import (
     BASELINE,
@@ -16,7 +19,9 @@ from hyperion.experiments.precision.training_ladder import (
     AllLogits,
     StepRung,
     TrainingLadderOptions,
+    _busy_row,
     _difference_rows,
+    _row,
     _speedup_rows,
     build_ladder,
 )
@@ -104,6 +109,29 @@ def test_a_speed_up_is_over_the_rung_below_and_over_the_first():
     timings = [Timing(np.full(30, seconds), (), True, False, "interval", Telemetry()) for seconds in (4.0, 2.0, 1.0)]
     rows = _speedup_rows(lambda rung, **columns: (rung.name, columns["over"], columns["value"]), rungs, timings)
     assert rows == [("tf32", BASELINE, 2), ("bf16", BASELINE, 4), ("bf16", "tf32", 2)]
+
+
+def test_the_busy_time_of_the_gpu_is_a_share_of_the_step_or_absent_with_the_reason(context, monkeypatch):
+    gpu = SimpleNamespace(device=replace(context.device, kind="cuda"))
+    timing = Timing(np.full(30, 0.02), (), True, False, "interval", Telemetry())
+    row = partial(_row, context, workload(OPTIONS.image), StepRung(BASELINE), "")
+    seen = []
+
+    def profile(step, device):
+        step()
+        return 0.008
+
+    monkeypatch.setattr(training_ladder, "device_seconds", profile)
+    busy = _busy_row(gpu, lambda: seen.append("step"), timing, row)
+    assert seen == ["step"] and busy.value == pytest.approx(0.4) and busy.params["what"] == "device time over step time"
+    assert _busy_row(context, lambda: seen.append("no"), timing, row) is None and seen == ["step"]
+
+    def nothing(step, device):
+        raise HyperionError("no kernel")
+
+    monkeypatch.setattr(training_ladder, "device_seconds", nothing)
+    absent = _busy_row(gpu, lambda: None, timing, row)
+    assert absent.value is None and absent.value_reason == "no kernel"
 
 
 @pytest.mark.slow
