@@ -248,7 +248,8 @@ def train(
         batches: loader of the training data.
         plan: how long to train, and when to evaluate and save.
         validation: function that returns a new iterable of held-out batches for engine.evaluate.
-        folder: folder for the checkpoints of this run, which all ranks share. With None no checkpoint is saved.
+        folder: folder for the checkpoints of this run, which all ranks share. With None no checkpoint is saved, and the plan must
+            not ask for any.
         on_epoch: functions called with the record of each epoch.
         report: function called with (steps done, total steps, message with the last loss) whenever losses are read.
 
@@ -261,9 +262,10 @@ def train(
         Interrupted: a rank received SIGTERM. The exit_code of the error is 75. If `folder` is given, the state was saved. All
             ranks stop. A single process stops after the current step. Several ranks stop after the same step, when losses are
             read next.
-        HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs, the
-            loaders of the ranks have different lengths, or two ranks of a TorchEngine got the same first batch. The error is
-            raised before the first step. After an evaluation: there were no held-out batches, or the ranks have different ones.
+        HyperionError: the engine, the loader, `validation` or a callback does not have a method that the run needs, the plan
+            asks for checkpoints but there is no folder, the loaders of the ranks have different lengths, or two ranks of a
+            TorchEngine got the same first batch. The error is raised before the first step. After an evaluation: there were no
+            held-out batches, or the ranks have different ones.
         DesyncError: a replicated parameter differs between ranks. The error is raised on all ranks. It names the parameter and
             the steps between which the ranks diverged.
         CheckpointError: no checkpoint in the folder can be used, or a checkpoint cannot be written. Before the first step, the
@@ -319,6 +321,18 @@ class _Run:
         if not isinstance(self.plan, TrainingPlan):
             raise HyperionError(
                 f"the plan is {self.plan!r:.80}", where="train", next_step="pass TrainingPlan(steps=…) or TrainingPlan(epochs=…)"
+            )
+        if not isinstance(self.folder, str | Path | None):
+            raise HyperionError(
+                f"the folder is {self.folder!r:.80}",
+                where="train",
+                next_step="pass the path of a folder, or None to save nothing",
+            )
+        if self.plan.checkpoint_every is not None and self.folder is None:
+            raise HyperionError(
+                f"the plan saves a checkpoint every {self.plan.checkpoint_every} steps, but there is no folder for them",
+                where="train",
+                next_step="pass folder=…, or leave checkpoint_every out of the plan to save nothing",
             )
         if not isinstance(getattr(self.engine, "item", None), str):
             raise HyperionError(
@@ -489,7 +503,7 @@ class _Run:
         self.begin_epoch(warmed_up=True)
         for callback in self.on_epoch:
             callback(record)
-        if self.folder is not None and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
+        if self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
             self.save()
 
     def evaluate(self, validation: Callable[[], Iterable]) -> dict[str, float]:

@@ -54,6 +54,7 @@ from tests.training.small import STEPS, TOKENS, DropoutLM, Slow, small_validatio
 
 SAVED_AT, NEXT = 9, 5
 PLAN = TrainingPlan(steps=STEPS, checkpoint_every=3)
+UNSAVED = TrainingPlan(steps=STEPS)
 
 
 def engine_of(strategy: str, seed: int = 0, kind: type[TransformerLM] = TransformerLM, **changes) -> LanguageEngine:
@@ -73,7 +74,13 @@ def batches_of(kind: type[LanguageBatches] = LanguageBatches) -> LanguageBatches
 
 
 def dropout_run(folder: Path | None, seed: int = 0, batches=None):
-    return train(engine_of("fsdp", seed, DropoutLM), batches or batches_of(), PLAN, validation=small_validation, folder=folder)
+    return train(
+        engine_of("fsdp", seed, DropoutLM),
+        batches or batches_of(),
+        PLAN if folder else UNSAVED,
+        validation=small_validation,
+        folder=folder,
+    )
 
 
 class Crash(Exception):
@@ -280,7 +287,7 @@ def check_ranks_with_the_same_batch_are_refused(place: Path) -> None:
     whole = LanguageBatches(TOKENS, sequence_length=8, batch_size=10, seed=3)
     engine = engine_of("ddp")
     with pytest.raises(HyperionError, match="ranks 0 and 1 got the same batch") as caught:
-        train(engine, whole, PLAN)
+        train(engine, whole, UNSAVED)
     assert engine.steps == 0 and caught.value.where == "step 1" and "rows[rank::size]" in caught.value.next_step
 
 
@@ -296,7 +303,7 @@ def check_loaders_of_different_lengths_are_refused(place: Path) -> None:
     tokens = TOKENS[: len(TOKENS) - 200 * here.rank]
     loader = LanguageBatches(tokens, sequence_length=8, batch_size=10, seed=3, rank=here.rank, ranks=here.size)
     with pytest.raises(HyperionError, match="the loader has different numbers of batches: 7 on rank 0, [45] on rank 1"):
-        train(engine, loader, PLAN)
+        train(engine, loader, UNSAVED)
     assert engine.steps == 0
     plan, held_out = TrainingPlan(steps=1), list(small_validation())
     with pytest.raises(HyperionError, match="the validation loader has different numbers of batches: .* on rank 1"):
@@ -322,7 +329,7 @@ class WithIdleLayers(TransformerLM):
 def check_a_parameter_without_gradient_is_named_under_ddp_and_allowed_under_fsdp(place: Path) -> None:
     for micro_batches in (1, 2):
         with pytest.raises(HyperionError, match=r"does not depend on 2 parameters: idle.weight, idle.bias; DDP") as caught:
-            train(engine_of("ddp", kind=WithIdleLayers, micro_batches=micro_batches), batches_of(), PLAN)
+            train(engine_of("ddp", kind=WithIdleLayers, micro_batches=micro_batches), batches_of(), UNSAVED)
         assert caught.value.where == "LanguageEngine, step 1" and "'fsdp'" in caught.value.next_step
     assert len(train(engine_of("fsdp", kind=WithIdleLayers), batches_of(), TrainingPlan(steps=2)).losses) == 2
 

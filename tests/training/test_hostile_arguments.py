@@ -114,6 +114,11 @@ BAD_SETTINGS = {
     "TrainingPlan of NaN": (lambda f: TrainingPlan(steps=math.nan), "steps is nan"),
     "TrainingPlan that keeps nothing": (lambda f: TrainingPlan(steps=1, keep=0), "keep is 0"),
     "TrainingPlan with checkpoints every -1": (lambda f: TrainingPlan(steps=1, checkpoint_every=-1), "checkpoint_every is -1"),
+    "checkpoints without a folder": (
+        lambda f: train(small_engine(), small_batches(), TrainingPlan(steps=1, checkpoint_every=1)),
+        "saves a checkpoint every 1 steps, but there is no folder",
+    ),
+    "a number for a folder": (lambda f: train(small_engine(), small_batches(), TrainingPlan(steps=1), folder=3), "folder is 3"),
     "warm-up longer than the run": (lambda f: WarmupCosine(1e-3, 10, 10), "warmup_steps is 10"),
     "negative warm-up": (lambda f: WarmupCosine(1e-3, -1, 10), "warmup_steps is -1"),
     "warm-up of text": (lambda f: WarmupCosine(1e-3, "1", 10), "warmup_steps is '1'"),
