@@ -137,13 +137,13 @@ def mpi_collectives(material: Material) -> Figure | None:
     notes = ["Dashed: the all_reduce of the experiment collectives on as many ranks. Medians with 95 % intervals."]
     for axes, (ranks, path) in zip(panels, cases, strict=True):
         own = [row for row in rates if (row.params["ranks"], row.params["path"]) == (ranks, path)]
-        notes += _draw_rates(axes, own, [])
+        notes += [f"{path}: {reason}" for reason in _draw_rates(axes, own, [])]
         others = measured(material.of("collectives", variant="all_reduce", metric="busbw_gb_s", dtype=own[0].dtype))
         others = [row for row in others if row.params["ranks"] == ranks]
         for points in _series(others).values():
             axes.plot([row.params["bytes"] for row in points], values(points), color=INK, linestyle=(0, (5, 3)))
         # NCCL can be a hundred times as fast as a path through host memory.
-        shown = values(others + own)
+        shown = values(others + own) + [row.limit for row in own if row.limit is not None]
         axes.set_ylim(min(shown) / 2, max(shown) * 2)
         axes.set_yscale("log")
         log_ticks(axes.yaxis)

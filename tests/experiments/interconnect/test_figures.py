@@ -120,6 +120,19 @@ def test_each_operation_through_mpi_is_drawn_beside_the_all_reduce_of_the_first_
     assert list(dashed.get_xdata()) == SIZES and list(dashed.get_ydata()) == [row.value for row in rates]
 
 
+def test_the_limit_of_a_path_lies_inside_its_panel(material):
+    def made(name: str, **wanted) -> list:
+        staged = material.of(name, **wanted) if name == "mpi_collectives" else []
+        linked = [replace(row, params=row.params | {"path": "gpu-aware"}, limit=450.0, limit_source="links") for row in staged]
+        return staged + linked
+
+    with styled():
+        figure = mpi_collectives(SimpleNamespace(of=made, machine=lambda _: "m"))
+    staged, linked = figure.axes
+    assert linked.get_title("left") == "4 ranks, gpu-aware" and linked.get_ylim()[1] > 450
+    assert staged.get_ylim()[1] < 450 and "host-staged: no limit" in texts(figure) and "gpu-aware: no limit" not in texts(figure)
+
+
 def test_a_line_a_size_and_a_column_a_collective(material):
     rows = material.of("collectives")
     table = rates_by_size(rows)
