@@ -5,7 +5,7 @@ from hyperion.results.compare import VERDICTS, Comparison, compare, relaunches, 
 from hyperion.results.evidence import verify_run
 from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
-from hyperion.results.metrics import REGISTRY, Metric, metric_named, register_metric
+from hyperion.results.metrics import BUSY_GPU, REGISTRY, Metric, metric_named, register_metric
 from hyperion.results.predictions import Prediction
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 from hyperion.results.statistics import (
@@ -21,6 +21,7 @@ from hyperion.results.statistics import (
 from hyperion.results.store import Run, find_run, find_runs, is_run, new_run_folder, set_latest
 
 __all__ = [
+    "BUSY_GPU",
     "REGISTRY",
     "SCHEMA_VERSION",
     "VERDICTS",

@@ -212,6 +212,10 @@ _METRICS = (
     Metric("channel_mean", "fraction", "none", "mean pixel value of a colour channel, 0 to 1", needs_check=True),
 )
 
+# Parameters of the rows with the metric "share" that say during which part of a step the GPU is busy. In the rest of the step, it
+# waits for the host.
+BUSY_GPU = MappingProxyType({"what": "device time over step time"})
+
 BUILT_IN: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _METRICS})
 _registered: dict[str, Metric] = dict(BUILT_IN)
 # All metrics of this process by name: the built-in metrics and the metrics that packages registered.

@@ -35,10 +35,9 @@ from hyperion.figures.style import (
     whole_numbers,
     write_at,
 )
-from hyperion.results import Row
+from hyperion.results import BUSY_GPU, Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
-_BUSY_GPU = {"what": "device time over step time"}  # params of the rows with the share of a step in which the GPU is busy
 _GRAPH = {"mode": "graph"}  # params of the rows of steps that are replayed as graphs
 _SMALLEST = 1e-7  # smaller relative differences are drawn at this value, about the rounding error of float32
 _LESS, _MORE = COLOURS[2], COLOURS[1]
@@ -230,7 +229,7 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
         speedup = _first(own, "speedup", over=steps[-1].name) if steps else None
         early = _first(own, "relative_difference", window="early")
         late = _first(own, "relative_difference", window="late") or _first(own, "relative_difference")
-        steps.append(Step(time.params["rung"], time, memory, speedup, early, late, _first(own, "share", **_BUSY_GPU)))
+        steps.append(Step(time.params["rung"], time, memory, speedup, early, late, _first(own, "share", **BUSY_GPU)))
     return by_model
 
 

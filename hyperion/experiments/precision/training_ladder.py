@@ -38,7 +38,7 @@ from hyperion.measure.steps.profiled import device_seconds
 from hyperion.models import TransformerLM
 from hyperion.parallel import ParallelPlan
 from hyperion.parallel.parallelize import EVERY_BLOCK, NONE
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import BUSY_GPU, Row, ratio_estimate
 from hyperion.training import TorchEngine
 from hyperion.training.float8 import float8_formats, to_float8
 from hyperion.units import GIB
@@ -77,7 +77,6 @@ _PREDICTABLE = (BASELINE, "tf32", "bf16")  # rungs with a prediction; shapes and
 _CHUNKS = 4  # number of chunks into which the chunked loss divides a batch
 _MEMORY_STEPS = 3
 # Params of the row with the share of a step in which the GPU is busy. In the rest of the step, it waits for the host.
-_BUSY_GPU = {"what": "device time over step time"}
 
 
 class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -395,7 +394,7 @@ def _busy_row(context: Context, step: Callable[[], object], timing: Timing, row:
     """
     if context.device.kind == "cpu":
         return None
-    params = _BUSY_GPU | {"step": "steady"}
+    params = BUSY_GPU | {"step": "steady"}
     try:
         share = min(device_seconds(step, context.device) / timing.estimate.value, 1.0)
     except HyperionError as error:

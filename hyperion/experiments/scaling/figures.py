@@ -8,11 +8,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.figures.material import Material, Plot, Quote, measured, select, values
+from hyperion.errors import not_none
+from hyperion.figures.material import Material, Plot, Quote, measured, percent, select, values
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
-from hyperion.results import Row
+from hyperion.results import BUSY_GPU, Row
 
 _MODES = ("weak", "strong")
+BUSY_ENOUGH = 0.9  # if the GPUs are busy for a smaller share of a step, the host limits the speed
 MISSING = "missing"  # text in the flat table for a value that was not measured
 
 
@@ -34,7 +36,7 @@ def scaling(material: Material) -> Figure | None:
         _curves(right, _of(rows, "scaling_efficiency", mode), 1.0)
         right.axhline(1, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
         right.set(ylabel="speed-up over number of devices", title=f"Efficiency, {mode} scaling", ylim=(0, 1.1))
-    add_notes(figure, _missing(material))
+    add_notes(figure, _idle(rows) + _missing(material))
     return figure
 
 
@@ -99,6 +101,25 @@ def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
     return [row for row in rows if row.metric == metric and row.params.get("mode") == mode]
 
 
+def _idle(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence with the steps whose speed the host limits, and during which part of each step the GPUs are busy."""
+    steps = [
+        f"{row.variant.replace('_', ' ')} on {row.params['ranks']}"
+        + (f" ({row.params['mode']})" if row.params["ranks"] > 1 else "")
+        + f" {percent(not_none(row.value))} %"
+        for row in rows
+        if is_host_bound(row)
+    ]
+    if not steps:
+        return []
+    return [f"The host limits the speed, because the GPUs are busy for less than {percent(BUSY_ENOUGH)} %: {', '.join(steps)}."]
+
+
+def is_host_bound(row: Row) -> bool:
+    """Return True if this row says that the GPUs wait for the host during a noticeable part of a step."""
+    return row.metric == "share" and BUSY_GPU.items() <= row.params.items() and not_none(row.value) < BUSY_ENOUGH
+
+
 def _missing(material: Material) -> list[str]:
     """Return one sentence for each reason why measurements are missing."""
     absent = [row for row in material.of("scaling", metric="scaling_efficiency") if row.value is None]
@@ -115,9 +136,15 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     """Yield the efficiencies of each training on the largest number of devices: first weak, then strong scaling.
 
     Both are reported, because the efficiency of weak scaling is usually higher. In weak scaling, the work grows with the number
-    of devices while the communication stays the same.
+    of devices while the communication stays the same. An efficiency is left out if the host limits the speed of its step or of
+    the step on one device.
     """
-    cells = list(filter(is_steady, select(rows, metric="scaling_efficiency")))
+    bound = [(row.variant, row.params["ranks"], row.params["mode"]) for row in rows if is_host_bound(row)]
+    cells = [
+        row
+        for row in filter(is_steady, select(rows, metric="scaling_efficiency"))
+        if not any((row.variant, *step) in bound for step in ((1, _MODES[0]), (row.params["ranks"], row.params["mode"])))
+    ]
     most = max((row.params["ranks"] for row in cells), default=0)
     largest = [row for row in cells if row.params["ranks"] == most]
     order = list(dict.fromkeys(row.variant for row in largest))

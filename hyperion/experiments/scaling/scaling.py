@@ -3,6 +3,9 @@
 The experiment starts new ranks for each number of devices. This is called a launch. In each launch, the ranks first run float32
 steps. The losses of these steps must be the same on any number of devices (parity). Then the ranks time steps with and without
 communication, and profile a few steps with communication.
+
+On a GPU, the profiled steps also say whether the host limits the speed: a step of many short kernels takes as long as the host
+needs to launch them, on any number of devices. Such a step says nothing about the links between the devices.
 """
 
 import contextlib
@@ -21,11 +24,12 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Report, Resu
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.data.images.imageset import CLASS_COUNT
+from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
 from hyperion.measure.memory_use.allocation import release_memory
-from hyperion.measure.steps.trace import COMMUNICATION, CPU_ORDER, GPU_ORDER, partition, trace_steps
+from hyperion.measure.steps.trace import COMMUNICATION, COPIES, CPU_ORDER, GEMM, GPU_ORDER, MEMORY, partition, trace_steps
 from hyperion.models import (
     LlamaLM,
     ModelFlops,
@@ -45,7 +49,7 @@ from hyperion.models.resnet import IMAGE_SIZE
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import JobError, World, world
 from hyperion.processes.job import INTERRUPTED
-from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
+from hyperion.results import BUSY_GPU, Estimate, Row, independent_ratio_estimate, median_estimate
 from hyperion.training import (
     ImageEngine,
     LanguageEngine,
@@ -331,6 +335,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
         _row(context, training, "step_time_s", step, dtype, params, limit=floor, limit_source=source),
         _row(context, training, f"{training.item}s_per_s", rate, dtype, params, limit=best, limit_source=source),
     ]
+    rows += _busy_rows(context, dtype, training, own, step, params)
     if ranks == 1:
         return rows
     rows += _difference_rows(context, dtype, training, own, times, params)
@@ -374,13 +379,35 @@ def _difference_rows(
     return [row, context.absent_row(training.name, "communication_share", reason, dtype=dtype, params=params)]
 
 
+def _profiled(own: pd.DataFrame, params: dict) -> pd.DataFrame:
+    """Return the samples of the profiled steps of one workload, one for each rank."""
+    return own.query("kind == 'traced' and ranks == @params['ranks'] and mode == @params['mode']")
+
+
+def _busy_rows(
+    context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, step: Estimate, params: dict
+) -> list[Row]:
+    """Return the row with the busy time of the GPUs as a share of the step time, mean of the ranks. No row on a CPU.
+
+    The busy time comes from profiled steps. The step time does not, because the profiler delays the host.
+    """
+    if context.device.kind == "cpu":
+        return []
+    traced = _profiled(own, params)
+    busy_s = traced["busy_ns"] / traced["steps"] / 1e9
+    share = min(float(np.mean(busy_s)) / not_none(step.value), 1.0)
+    about, source = params | BUSY_GPU, "the GPU is busy during the whole step"
+    columns = {"n": int(np.max(traced["steps"])), "limit": 1.0, "limit_source": source}
+    return [context.row(training.name, "share", share, dtype=dtype, params=about, **columns)]
+
+
 def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
     """Return the row with the exposed communication: the share of a step in which a rank communicates but does not compute.
 
     The value comes from profiled steps and is the mean over the ranks.
     """
     about = params | {"what": EXPOSED, "of": "profiled step, mean of the ranks"}
-    traced = own.query("kind == 'traced' and ranks == @params['ranks'] and mode == @params['mode']")
+    traced = _profiled(own, params)
     if traced.empty:
         return context.absent_row(training.name, "share", "no step was profiled", dtype=dtype, params=about)
     return context.row(
@@ -450,7 +477,8 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
     frames = []
     for place, training in enumerate(chosen):
         report(place, len(chosen), f"{training.name} on {world().size}")
-        frames += _parity(context, options, training)
+        if options.device_count(context) > 1:  # otherwise there is nothing to compare with
+            frames += _parity(context, options, training)
         frames += _timed(context, options, training)
     return Result([], pd.concat(frames, ignore_index=True).assign(ranks=world().size, rank=world().rank))
 
@@ -536,7 +564,7 @@ def _mode_times(
         times = clock.sample([step], None, options.steps)[0]
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
         frames.append(frame.assign(workload=training.name, mode=mode, kind=kind, items=items, least_flops=least_flops * items))
-        if sharers.size > 1:
+        if kind == "step" and (here.size > 1 or context.device.kind != "cpu"):
             # Profile after the timing, because the profiler slows steps down.
             frames.append(_traced(step, context.device, options.traced_steps).assign(workload=training.name, mode=mode))
     _release(engine)
@@ -544,17 +572,19 @@ def _mode_times(
 
 
 def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFrame:
-    """Profile some steps. Return a table with the time in which this rank only communicates and the total time, in nanoseconds.
+    """Profile some steps. Return a table with three times of this rank in nanoseconds, each summed over the steps.
 
-    A rank only communicates during times in which no kernels run except those of collectives. If this rank is ahead of the
-    others, the time in which it waits for them counts, too.
+    These are the time in which the rank only communicates, the time in which the device computes, copies or communicates, and the
+    whole time. A rank only communicates during times in which no kernels run except those of collectives. If this rank is ahead
+    of the others, the time in which it waits for them counts, too.
     """
     trace = trace_steps(step, None, device, steps)
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
-    exposed = partition(trace.events, trace.start_ns, trace.end_ns, order)[COMMUNICATION]
-    window = trace.end_ns - trace.start_ns
-    found = {"kind": "traced", "index": 0, "exposed_ns": exposed, "window_ns": window, "share": exposed / window, "steps": steps}
-    return pd.DataFrame([found])
+    parts = partition(trace.events, trace.start_ns, trace.end_ns, order)
+    exposed, window = parts[COMMUNICATION], trace.end_ns - trace.start_ns
+    busy = sum(parts[kind] for kind in (GEMM, MEMORY, COMMUNICATION, COPIES))
+    found = {"kind": "traced", "index": 0, "exposed_ns": exposed, "busy_ns": busy, "window_ns": window, "steps": steps}
+    return pd.DataFrame([found | {"share": exposed / window}])
 
 
 def _missing(training: ScaledTraining, mode: str, reason: str) -> pd.DataFrame:

@@ -2,10 +2,10 @@
 
 import pandas as pd
 
-from hyperion.experiments.scaling.figures import communication
+from hyperion.experiments.scaling.figures import communication, headlines, scaling
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
-from hyperion.results import Row, Run
+from hyperion.results import BUSY_GPU, Row, Run
 from tests.book.made_up.run import GPU
 
 
@@ -42,3 +42,28 @@ def test_exposed_communication_and_the_difference_have_their_own_lines(tmp_path)
 def test_a_run_of_an_earlier_version_has_the_difference_only(tmp_path):
     legends, notes = drawn(tmp_path, ("communication_share", -0.06, {}))
     assert legends == [["language fsdp, difference from alone"]] * 2 and "Solid" not in notes
+
+
+def cells(variant: str, busy: dict[tuple[int, str], float]) -> list[Row]:
+    """Efficiencies of both modes on two devices, and the share of the step in which the GPUs are busy."""
+    common = {"notebook": "08_scaling_analysis", "experiment": "scaling", "variant": variant, "dtype": "bf16", "n": 20}
+    rows = [Row(**common, metric="share", value=v, params={"ranks": r, "mode": m} | BUSY_GPU) for (r, m), v in busy.items()]
+    for mode in ("weak", "strong"):
+        params = {"model": variant, "strategy": "ddp", "mode": mode, "ranks": 2}
+        ends = {"ci_low": 0.8, "ci_high": 0.82, "limit_source": "no limit"}
+        rows += [Row(**common, metric=m, value=0.81, params=params, **ends) for m in ("speedup", "scaling_efficiency")]
+    return rows
+
+
+def test_an_efficiency_is_no_headline_if_the_host_limits_one_of_its_steps(tmp_path):
+    rows = cells("filled", {(1, "weak"): 0.95, (2, "weak"): 0.91, (2, "strong"): 0.9})
+    rows += cells("launched", {(1, "weak"): 0.95, (2, "weak"): 0.91, (2, "strong"): 0.6})
+    rows += cells("small", {(1, "weak"): 0.4, (2, "weak"): 0.95, (2, "strong"): 0.95})
+    rows += cells("unknown", {})  # runs of earlier versions
+    quoted = [(quote.row.variant, quote.row.params["mode"]) for quote in headlines(rows, lambda row: True)]
+    assert quoted == [("filled", "weak"), ("filled", "strong"), ("launched", "weak"), ("unknown", "weak"), ("unknown", "strong")]
+    run = Run.create(tmp_path, {"environment": GPU})
+    run.record("08_scaling_analysis", "scaling", rows, pd.DataFrame({"x": [1]}), input_hash="h")
+    with styled():
+        notes = " ".join(scaling(Material(run)).get_supxlabel().split())
+    assert "launched on 2 (strong) 60.0 %, small on 1 40.0 %." in notes and "filled" not in notes

@@ -25,7 +25,7 @@ from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.steps.trace import COMMUNICATION, GAPS, GEMM, MEMORY, Event, Trace
 from hyperion.models import TransformerLM, layout_of
 from hyperion.processes import JobError, run_ranks, world
-from hyperion.results import Row
+from hyperion.results import BUSY_GPU, Row
 from tests.chapter.toy import perform, toy_context
 from tests.hardware.machines import facts
 
@@ -150,6 +150,7 @@ def test_only_communication_that_runs_alone_is_exposed(monkeypatch, machine, exp
     monkeypatch.setattr(scaling, "trace_steps", lambda step, data, device, steps: trace)
     (found,) = scaling._traced(lambda: None, device, 2).to_dict("records")
     assert (found["exposed_ns"], found["window_ns"], found["share"]) == (exposed_ns, 120, 0.5)
+    assert found["busy_ns"] == 90  # from the start of the product to the end of the collective, without the gap after it
 
 
 def cells(tmp_path, together, alone):
@@ -181,10 +182,11 @@ def test_without_the_step_alone_there_is_neither(tmp_path):
     assert difference.value is None and share.value is None and "does not fit" in difference.value_reason
 
 
-def samples_of(step_s: dict[tuple[int, str], list[float]], losses: dict[int, list[float]]) -> pd.DataFrame:
+def samples_of(step_s: dict[tuple[int, str], list[float]], losses: dict[int, list[float]], busy_s: float = 0.06) -> pd.DataFrame:
     """Made-up samples of one workload. An item has 1e12 FLOPs, and the batch is 4 items per device in weak scaling, or in total.
 
     Args:
+        busy_s: busy time of the first rank's device in a profiled step. On each further rank it is 10 ms longer.
         step_s: time of every step on each rank, by number of ranks and mode.
         losses: losses of the parity check, by number of ranks.
     """
@@ -194,6 +196,8 @@ def samples_of(step_s: dict[tuple[int, str], list[float]], losses: dict[int, lis
         about = {"kind": "step", "ranks": ranks, "mode": mode, "items": items, "least_flops": items * 1e12}
         for rank, time_s in enumerate(seconds):
             frames.append(pd.DataFrame({"index": range(6), "time_s": time_s}).assign(rank=rank, **about))
+            traced = {"index": 0, "busy_ns": 3e9 * (busy_s + 0.01 * rank), "share": 0.1, "steps": 3}
+            frames.append(pd.DataFrame([traced | about | {"kind": "traced", "rank": rank}]))
     for ranks, curve in losses.items():
         for rank in range(ranks):
             frame = pd.DataFrame({"index": range(len(curve)), "loss": curve})
@@ -248,6 +252,25 @@ def test_the_limit_of_a_step_counts_the_work_of_one_device(monkeypatch, tmp_path
     assert one == pytest.approx(4e-3, rel=0.1) and limits == {(1, "weak"): one, (2, "weak"): one, (2, "strong"): one / 2}
     rates = {(row.params["ranks"], row.params["mode"]): row.limit for row in rows if row.metric == "tokens_per_s"}
     assert rates == pytest.approx({(1, "weak"): 4 / one, (2, "weak"): 8 / one, (2, "strong"): 8 / one})
+
+
+def test_the_busy_time_of_the_gpus_is_a_share_of_the_step_that_was_not_profiled(monkeypatch, tmp_path):
+    samples = samples_of(STEPS_S, LOSSES)
+    assert not [row for row in rows_of_samples(tmp_path, samples) if BUSY_GPU.items() <= row.params.items()]  # a CPU is the host
+    monkeypatch.setattr(Context, "device", detect(facts("H100 SXM")))
+    rows = [row for row in rows_of_samples(tmp_path, samples, "bf16") if BUSY_GPU.items() <= row.params.items()]
+    found = {(row.params["ranks"], row.params["mode"]): row.value for row in rows}
+    # 60 ms on the first rank and 70 ms on the second, of 100, 125 and 80 ms.
+    assert found == pytest.approx({(1, "weak"): 0.6, (2, "weak"): 0.065 / 0.125, (2, "strong"): 0.065 / 0.08})
+    assert all(row.limit == 1 and row.n == 3 for row in rows)
+
+
+def test_on_one_device_no_losses_are_compared(monkeypatch, tmp_path):
+    monkeypatch.setattr(scaling, "_parity", lambda *_: pytest.fail("no other launch has losses to compare with"))
+    monkeypatch.setattr(scaling, "_timed", lambda *_: [pd.DataFrame({"kind": ["step"]})])
+    monkeypatch.setattr(ScalingOptions, "device_count", lambda options, context: 1)
+    result = scaling.measure_on_rank(toy_context("scaling", SIZES, tmp_path), lambda *_: None, ["language_ddp"])
+    assert list(result.samples["kind"]) == ["step"]
 
 
 @pytest.mark.long
