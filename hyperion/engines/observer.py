@@ -70,9 +70,9 @@ class Observer:
         self._reported_s = -float("inf")
         self._inputs: list[list[Tensor]] = [[]]
         self._tokens = 0
-        # For each id of a parameter: the parameter, the number of its elements that this rank counts, the options of its
-        # parameter group, and its optimizer.
-        self._updated: dict[int, tuple[Tensor, float, dict[str, Any], torch.optim.Optimizer]] = {}
+        # For each id of a parameter: the parameter, the number of its elements that this rank counts, the distinct options of its
+        # parameter group in the run, and its optimizer.
+        self._updated: dict[int, tuple[Tensor, float, list[dict[str, Any]], torch.optim.Optimizer]] = {}
         self._rates: dict[int, list[float]] = {}
         self._counts: dict[int, int] = {}  # number of updates of each parameter
         self._collectives = _Collectives()
@@ -323,7 +323,10 @@ class Observer:
                 tensor, gradient = _local(parameter), _local(parameter.grad)
                 share = 1.0 if self._own_share is None else self._own_share(parameter)
                 options = {name: group[name] for name in _OPTIONS if name in group}
-                self._updated[id(parameter)] = (parameter, tensor.numel() * share, options, optimizer)
+                seen = self._updated[id(parameter)][2] if id(parameter) in self._updated else []
+                if options not in seen:
+                    seen.append(options)
+                self._updated[id(parameter)] = (parameter, tensor.numel() * share, seen, optimizer)
                 rates, rate = self._rates.setdefault(id(parameter), []), _number(group.get("lr"))
                 if rate is not None and rate not in rates:
                     rates.append(rate)
@@ -333,21 +336,23 @@ class Observer:
 
     def _groups(self) -> list[Group]:
         elements: dict[tuple, float] = {}
-        for key, (parameter, count, options, optimizer) in self._updated.items():
+        for key, (parameter, count, seen, optimizer) in self._updated.items():
             kind = type(optimizer)
-            identity = (
-                # Another optimizer lacks some of these options. The judge then names the optimizer.
-                _number(options.get("weight_decay")) or 0.0,
-                tuple(map(float, options.get("betas", ()))),
-                _number(options.get("eps")),
-                tuple(self._rates[key]),
-                str(_local(parameter).dtype).removeprefix("torch."),
-                f"{kind.__module__}.{kind.__qualname__}",
-                _flag(options.get("amsgrad")),
-                # apex, Transformer Engine and DeepSpeed keep this option in the optimizer, under another name.
-                _flag(options.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", None))),
-            )
-            elements[identity] = elements.get(identity, 0.0) + count
+            for options in seen:
+                identity = (
+                    # Another optimizer lacks some of these options. The judge then names the optimizer.
+                    _number(options.get("weight_decay")) or 0.0,
+                    tuple(map(float, options.get("betas", ()))),
+                    _number(options.get("eps")),
+                    tuple(self._rates[key]),
+                    str(_local(parameter).dtype).removeprefix("torch."),
+                    f"{kind.__module__}.{kind.__qualname__}",
+                    _flag(options.get("amsgrad")),
+                    # apex, Transformer Engine and DeepSpeed keep this option in the optimizer, under another name.
+                    _flag(options.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", None))),
+                )
+                # Each element counts once in total, so a parameter whose options change counts in equal parts.
+                elements[identity] = elements.get(identity, 0.0) + count / len(seen)
         return [Group(count, *identity) for identity, count in elements.items()]
 
     def _updates(self) -> int:

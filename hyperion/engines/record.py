@@ -10,6 +10,8 @@ from hyperion.measure.steps.step_parts import StepParts
 class Group:
     """Parameters that share optimizer options. The options are read when the optimizer's `step` is called.
 
+    A parameter whose options change during the run is in one group for each of them, with an equal part of its elements.
+
     Args:
         elements: number of elements over all ranks, each counted once. It includes the padding of sharded tensors.
         weight_decay: option of the group; 0 if the optimizer has no such option.

@@ -204,3 +204,24 @@ def test_the_record_states_what_the_run_did(tiny_work, reference):
     assert all(norm <= 1.0001 for norm in reference.clipped_norms) and reference.norms[0] > 1
     assert reference.reduced == {}
     assert torch.isfinite(torch.tensor(reference.losses)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "early"), [("weight decay", "weight_decay", 0.05), ("betas", "betas", (0.8, 0.95)), ("eps", "eps", 1e-6)]
+)
+def test_an_option_that_reaches_its_value_only_in_the_last_step_is_named(name, option, early, tiny_work, tmp_path, monkeypatch):
+    adamw = Work.adamw
+
+    def scheduled(work: Work, model) -> torch.optim.Optimizer:
+        optimizer = adamw(work, model)
+        matrices = optimizer.param_groups[0]
+        values = iter([early, early, matrices[option]])  # the work has four steps
+        matrices[option] = early
+        optimizer.register_step_post_hook(lambda *_: matrices.update({option: next(values, matrices[option])}))
+        return optimizer
+
+    reference = observed(tiny_work, tmp_path / "reference", plain.train)
+    monkeypatch.setattr(Work, "adamw", scheduled)
+    record = observed(tiny_work, tmp_path, plain.train)
+    assert name in {difference.name for difference in unequal(tiny_work, record, reference)}
+    assert sum(group.elements for group in record.groups) == sum(group.elements for group in reference.groups)

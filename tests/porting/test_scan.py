@@ -174,3 +174,20 @@ def test_the_command_has_exit_codes_and_json(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(HyperionError, match="has no source file"):
         scan(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "kind"),
+    [
+        ("import amp_C", "a.py", "nvidia-package"),
+        ("from fused_layer_norm_cuda import forward", "a.py", "nvidia-package"),
+        ("from megatron.core.extensions.transformer_engine import TELinear", "a.py", "nvidia-package"),
+        ("unsigned mask = __activemask();", "a.cu", "warp-32"),
+        ("cuTensorMapEncodeTiled(&map, type, 2, data, sizes, strides, box, one, a, b, c, d);", "a.cu", "tensor-cores"),
+        ("const __grid_constant__ CUtensorMap map;", "a.cuh", "tensor-cores"),
+        ("void * cuTensor = nullptr;", "a.cu", None),
+        ("from transformers import amp", "a.py", None),
+    ],
+)
+def test_constructs_of_megatron_and_of_hopper_kernels(line, name, kind):
+    assert {finding.rule.kind for finding in scan_text(line + "\n", name)} == ({kind} if kind else set())

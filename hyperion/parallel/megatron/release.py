@@ -141,10 +141,11 @@ def adapt(core: Path, *, revert: bool = False) -> list[str]:
     require_release(core)
     found = states(core)
     if foreign := sorted(name for name, state in found.items() if state == FOREIGN):
+        environments = data_folder() / "frameworks"
         raise HyperionError(
             f"neither the published nor the adapted text: {', '.join(foreign)}",
             where=str(core),
-            next_step=f"install the release again: {INSTALL} --force-reinstall --no-deps",
+            next_step=f"restore the published files, or remove the environment in {environments} and run `{INSTALL}`",
         )
     done = []
     for change in changes():

@@ -66,9 +66,12 @@ def test_a_foreign_file_is_refused_and_nothing_changes(core, revert):
     path = core / "optimizer" / "grad_scaler.py"
     path.write_text(path.read_text() + "\n# edited\n")
     before = contents(core)
-    with pytest.raises(HyperionError, match=r"neither the published nor the adapted text: optimizer/grad_scaler\.py"):
+    with pytest.raises(HyperionError, match=r"neither the published nor the adapted text: optimizer/grad_scaler\.py") as refused:
         adapt(core, revert=revert)
     assert contents(core) == before
+    # The command has no option to install again, and changes no environment that is installed.
+    again = f"remove the environment in {release.data_folder() / 'frameworks'} and run `{release.INSTALL}`"
+    assert refused.value.next_step == f"restore the published files, or {again}"
 
 
 @installed
