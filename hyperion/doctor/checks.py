@@ -333,5 +333,6 @@ def _not_writable(folder: Path) -> str | None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path if it exists, else its nearest parent folder that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    """Return the path if it exists, else its nearest parent folder that exists, as far as this user can see."""
+    # os.path.exists() is False for a folder of another user. Path.exists() raises an error before Python 3.14.
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))

@@ -288,7 +288,7 @@ def lost_settings(state: State) -> str:
 
 @_rule("files are not found after a reboot or an update", "correct or unset the variables", "absent_folders")
 def absent_folders(state: State) -> str:
-    return f"does not exist: {', '.join(state.absent_folders or ())}" if state.absent_folders else ""
+    return f"not found: {', '.join(state.absent_folders or ())}" if state.absent_folders else ""
 
 
 @_rule(
@@ -452,8 +452,9 @@ def own_name(state: State) -> str:
 @_rule("local requests fail or are slow", "add localhost,127.0.0.1 to no_proxy")
 def proxied_loopback(state: State) -> str:
     lower = {name.lower(): value for name, value in state.variables.items()}
-    proxy = lower.get("http_proxy")
-    return f"http_proxy={proxy} also applies to this machine" if proxy and "localhost" not in lower.get("no_proxy", "") else ""
+    proxy, excluded = lower.get("http_proxy"), lower.get("no_proxy", "")
+    direct = "localhost" in excluded or excluded.strip() == "*"  # an asterisk alone excludes every address
+    return f"http_proxy={proxy} also applies to this machine" if proxy and not direct else ""
 
 
 @_rule("torch.compile fails or is not used", "install the Triton that this torch requires", "triton", "build")
@@ -509,7 +510,8 @@ def iommu(state: State) -> str:
 @_rule("threads wait for each other", "set OMP_NUM_THREADS to the cores of a rank", "cores_allowed")
 def too_many_threads(state: State) -> str:
     threads, ranks = (state.variables.get(name, "") for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"))
-    total = int(threads) * int(ranks or 1) if threads.isdigit() and (ranks or "1").isdigit() else 0
+    numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in (threads, ranks or "1"))
+    total = int(threads) * int(ranks or 1) if numbers else 0
     return f"{total} threads on {state.cores_allowed:g} cores" if total > (state.cores_allowed or math.inf) else ""
 
 

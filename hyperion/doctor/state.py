@@ -335,7 +335,7 @@ def startup_settings(root: Path, home: Path, shell: str) -> tuple[tuple[str, str
 
 def _absent_folders(variables: Mapping[str, str]) -> tuple[str, ...]:
     named = [(name, part) for name in _FOLDER_VARIABLES for part in variables.get(name, "").split(":") if part]
-    return tuple(f"{name}={part}" for name, part in named if not Path(part).exists())
+    return tuple(f"{name}={part}" for name, part in named if not os.path.exists(part))
 
 
 def _damaged_data() -> tuple[str, ...]:

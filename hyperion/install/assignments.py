@@ -56,7 +56,7 @@ def read_assignments(file: Path) -> list[Assignment]:
     Raises:
         HyperionError: the file cannot be read as text, it is a Python file with a syntax error, or a file of data.
     """
-    if file.suffix in (".yaml", ".yml", ".json", ".toml"):
+    if file.suffix in (".yaml", ".yml", ".json", ".toml", ".ipynb"):
         raise HyperionError(
             f"settings in {file.suffix} files are not read",
             where=file,

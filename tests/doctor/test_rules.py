@@ -1,5 +1,6 @@
 """Each rule of troubleshooting finds its cause in injected facts, and is silent on a healthy machine and just above its bound."""
 
+import errno
 import os
 import re
 import socket
@@ -581,6 +582,32 @@ def test_the_compiler_is_found_if_and_only_if_torch_finds_it(tmp_path, monkeypat
         with nullcontext() if found[cxx] else pytest.raises(InvalidCxxCompiler):
             assert cpp_compiler_search((cxx,)) == cxx
     assert list(found.values()) == [False, True, True, False, False]
+
+
+def test_folders_that_this_user_may_not_search_are_facts_and_no_error(tmp_path, monkeypatch):
+    stat = os.stat
+
+    def refused(path, *args, **options):
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr("os.stat", refused)
+    monkeypatch.setenv("HYPERION_RESULTS", f"{tmp_path}/results")
+    state = read_state(variables={"TRITON_CACHE_DIR": f"{tmp_path}/triton", "CUDA_HOME": f"{tmp_path}/cuda"})
+    assert str(tmp_path) in (state.disks or {}) and "TRITON_CACHE_DIR" in (state.file_systems or {})
+    assert state.absent_folders == (f"CUDA_HOME={tmp_path}/cuda",)
+
+
+@pytest.mark.parametrize("threads", ["²", "4,2", "9" * 5000])
+def test_a_number_of_threads_that_is_no_number_is_not_counted(threads):
+    assert "too_many_threads" not in findings(**variables(OMP_NUM_THREADS=threads))
+    assert "too_many_threads" not in findings(**variables(OMP_NUM_THREADS="64", LOCAL_WORLD_SIZE=threads))
+
+
+def test_an_asterisk_excludes_this_machine_from_the_proxy():
+    assert "proxied_loopback" not in findings(**variables(http_proxy="http://proxy:3128", no_proxy="*"))
+    assert "proxied_loopback" in findings(**variables(http_proxy="http://proxy:3128", no_proxy="*.example.org"))
 
 
 def test_settings_of_start_up_files_and_absent_folders_are_read(tmp_path):

@@ -94,3 +94,10 @@ def test_the_name_or_the_first_line_of_a_file_says_that_it_is_python(tmp_path):
         with pytest.raises(HyperionError, match="cannot read") as caught:
             read_assignments(tmp_path / name)
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "notebook.ipynb"])
+def test_a_file_whose_settings_are_not_read_is_refused_and_not_called_clean(name, tmp_path):
+    (tmp_path / name).write_text('{"cells": [{"source": ["%env RCCL_TIMEOUT=3"]}]}')
+    with pytest.raises(HyperionError, match="are not read"):
+        read_assignments(tmp_path / name)
