@@ -153,3 +153,18 @@ def test_results_and_book_know_no_torch():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "torch" for name in names), path
+
+
+def test_training_imports_no_pandas():
+    """The import takes most of a second of processor time, in each rank that trains and in each script of a user."""
+    found, waiting = {"hyperion"}, ["hyperion.training"]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        waiting += set(modules_imported_first(name)) - found
+    assert "hyperion.measure.api.explain" in found
+    for name in sorted(found):
+        for node in statements_at_import(ast.parse(MODULES[name].read_text()).body):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "pandas" for name in names), f"{name} imports pandas"
