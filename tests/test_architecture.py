@@ -153,3 +153,20 @@ def test_results_and_book_know_no_torch():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "torch" for name in names), path
+
+
+@pytest.mark.parametrize(("module", "refused"), [("hyperion.training", "pandas"), ("hyperion.doctor.probes", "hyperion.measure")])
+def test_what_processes_import_at_their_start_loads_no_slow_package(module, refused):
+    """A rank that trains would load pandas for most of a second, and a worker of the doctor the measurements for two seconds."""
+    found, waiting = set(), [module, module.rpartition(".")[0]]  # Python imports the package first
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += modules_imported_first(name)
+    assert len(found) > 10
+    for name in sorted(found):
+        for node in statements_at_import(ast.parse(MODULES[name].read_text()).body):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(f"{imported}.".startswith(f"{refused}.") for imported in names), f"{name} imports {refused}"

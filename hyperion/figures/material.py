@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-import pandas as pd
-
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Prediction, Row, Run
 from hyperion.results.evidence import STEP_PHASES
@@ -23,6 +21,7 @@ from hyperion.results.series import LEAST_FOR_DRIFT, drift_of
 from hyperion.results.store import samples_name, stored_references
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -129,8 +128,10 @@ class Material:
         """
         return select(self.rows, experiment=experiment, **wanted)
 
-    def samples(self, experiment: str) -> pd.DataFrame:
+    def samples(self, experiment: str) -> "pd.DataFrame":
         """Return the raw samples of an experiment. The table is empty if the experiment has not run."""
+        import pandas as pd  # imported here, because its import takes most of a second in every process that trains
+
         frames = [self.run.samples(*pair) for pair in self.experiments if pair[1] == experiment]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 

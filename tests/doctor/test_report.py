@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -133,24 +132,14 @@ def test_a_component_starts_after_all_that_it_needs_have_ended(monkeypatch):
     assert ended == ["disk", "torch", "nccl"]
 
 
-def begin_and_hang(folder: str) -> CheckResult:
-    (Path(folder) / "began").touch()
-    time.sleep(600)
-    return fine()
-
-
-def leave_a_file(folder: str) -> CheckResult:
-    (Path(folder) / "next").touch()
-    return fine()
-
-
 @pytest.mark.process
 @pytest.mark.slow
 def test_ctrl_c_ends_the_running_test_and_starts_no_other(tmp_path):
     # A shell that started the tests in the background has made them ignore SIGINT.
     code = f"""
-import functools, sys
-from tests.doctor.test_report import *
+import functools, signal, sys
+from hyperion.doctor.components import Check, Component, run_components
+from tests.doctor.hanging import begin_and_hang, leave_a_file
 signal.signal(signal.SIGINT, signal.default_int_handler)
 tests = {{"first": begin_and_hang, "second": leave_a_file}}
 checks = {{name: Check("a test", functools.partial(run, {str(tmp_path)!r})) for name, run in tests.items()}}

@@ -3,8 +3,10 @@
 Frameworks in an environment of their own are tested where it is installed: `hyperion frameworks install --all`.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from hyperion.frameworks.shapes import transformers_config
 from hyperion.models.llama import LlamaShape
 from hyperion.parallel.megatron.layouts import MegatronLayout
 from hyperion.parallel.megatron.release import use_adapted
-from hyperion.processes import Job, process_group
+from hyperion.processes import Job, process_group, run_ranks
 from hyperion.processes.isolated import IsolatedProcess
 
 pytestmark = pytest.mark.slow
@@ -95,9 +97,17 @@ def train_all(stacks: dict[str, dict]) -> dict:
     """Train with several frameworks on the same ranks: their start takes longer than all trainings."""
     records = {}
     for name, values in stacks.items():
-        forget_states_of_accelerate()
+        if "accelerate" in sys.modules:
+            forget_states_of_accelerate()
         records[name] = train_on_rank(**values)
     return records
+
+
+def arguments_of(name: str, work: Work, folder: Path) -> dict:
+    """Arguments of `train_on_rank` for a framework."""
+    stack = STACKS[name]
+    values = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
+    return values | {"work": work.as_dict(), "options": stack.options}
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +115,8 @@ def on_two_ranks(standing_ranks, tiny_work, tmp_path_factory) -> dict[tuple[str,
     """The record of each framework, by its name and the number of micro-batches of a rank."""
     places, stacks = [(name, parts) for parts in (1, 2) for name in TWO_RANKS], {}
     for name, parts in places:
-        stack, folder = STACKS[name], tmp_path_factory.mktemp(name.replace(" ", "-"))
-        values = {"adapter": stack.adapter, "name": name, "packages": list(stack.packages), "folder": str(folder)}
         work = replace(tiny_work, micro_batches=parts)
-        stacks[f"{name} {parts}"] = values | {"work": work.as_dict(), "options": stack.options}
+        stacks[f"{name} {parts}"] = arguments_of(name, work, tmp_path_factory.mktemp(name.replace(" ", "-")))
     answer = standing_ranks.run(Job(train_all, {"stacks": stacks}, ranks=2))[0]
     return {(name, parts): Record.of(answer[f"{name} {parts}"]) for name, parts in places}
 
@@ -136,15 +144,35 @@ def test_gradients_of_accumulated_micro_batches_are_reduced_once(name, on_two_ra
     assert_equal_work(tiny_work, parts, reference)
 
 
+@pytest.fixture(scope="module")
+def on_ranks_of_environment(tiny_work, tmp_path_factory) -> Callable[[str], dict[str, Record]]:
+    """Function that trains with the frameworks of an environment that have two ranks, all on the same ranks."""
+
+    @cache
+    def records(environment: str) -> dict[str, Record]:
+        names = [name for name in SEPARATE if STACKS[name].environment == environment and STACKS[name].ranks == 2]
+        folder, work = tmp_path_factory.mktemp(environment), replace(tiny_work, micro_batches=1)
+        stacks = {name: arguments_of(name, work, folder / name) for name in names}
+        for name in names:
+            (folder / name).mkdir()
+        job = Job(train_all, {"stacks": stacks}, ranks=2, timeout_s=600.0, python=STACKS[names[0]].python())
+        answer = run_ranks(job, log_folder=folder / "logs")[0]
+        return {name: Record.of(answer[name]) for name in names}
+
+    return records
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("name", SEPARATE)
-def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, reference, monkeypatch):
+def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, reference, on_ranks_of_environment, monkeypatch):
     """Also beside an mpi4py whose MPI library cannot be loaded: none of the launches uses MPI."""
-    if reason := STACKS[name].why_absent():
+    stack, work = STACKS[name], replace(tiny_work, micro_batches=1)
+    if reason := stack.why_absent():
         pytest.skip(reason)
     monkeypatch.setenv("PYTHONPATH", str(broken_mpi4py(tmp_path / "site")))
-    work = replace(tiny_work, micro_batches=1)
-    assert_equal_work(work, launch(STACKS[name], work, tmp_path), reference)
+    record = on_ranks_of_environment(stack.environment)[name] if stack.ranks == 2 else launch(stack, work, tmp_path)
+    assert_equal_work(work, record, reference)
+    assert record.ranks == stack.ranks and set(record.versions) == set(stack.packages)
 
 
 @pytest.mark.process
