@@ -304,8 +304,6 @@ def lab(
     command that makes JupyterLab reachable from another machine. JupyterLab continues when the terminal closes. To stop it, press
     Ctrl-C twice, or choose File > Shut Down.
     """
-    from hyperion.reproduce.kernels import library_environment
-
     chosen = free_port() if port is None else port
     if not _is_free(chosen):
         raise HyperionError("the port is in use", where=f"127.0.0.1:{chosen}", next_step="name another port, or leave out --port")
@@ -319,7 +317,7 @@ def lab(
         print(line, flush=True)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the program that exec starts inherits this setting
     # exec instead of a child process: the server receives the signals and the terminal, and its exit code is the command's.
-    os.execve(command[0], command, {**library_environment(), "JUPYTER_TOKEN": token})
+    os.execve(command[0], command, lab_environment(token))
 
 
 def free_port(first: int = FIRST_PORT) -> int:
@@ -344,12 +342,13 @@ def _is_free(port: int) -> bool:
 
 
 # By default, JupyterLab downloads news and looks for updates and extensions. Compute nodes have no network, and after
-# `make fetch` nothing may open a connection.
+# `make fetch` nothing may open a connection. JupyterLab would still ask whether it may, so `_SETTINGS` answers.
 _OFFLINE = (
     "--LabApp.news_url=None",
     "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
 )
+_SETTINGS = Path(__file__).parent / "commands"  # its folder labconfig/ has defaults of settings; see jupyterlab_server
 # Otherwise some 20 lines of its log follow the lines of `lab_lines`, among them the address with "..." in place of the token.
 _QUIET = ("--log-level=WARN", "--LabApp.log_level=WARN")
 
@@ -369,6 +368,15 @@ def lab_command(root: Path, port: int) -> list[str]:
     if os.geteuid() == 0:  # common in containers; without this option the server refuses to start for root
         options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
+
+
+def lab_environment(token: str) -> dict[str, str]:
+    """Return the environment variables of JupyterLab. The settings of the user have precedence over those of this library."""
+    from hyperion.reproduce.kernels import library_environment
+
+    variables = library_environment()
+    folders = [*filter(None, [variables.get("JUPYTER_CONFIG_PATH")]), str(_SETTINGS)]
+    return variables | {"JUPYTER_TOKEN": token, "JUPYTER_CONFIG_PATH": os.pathsep.join(folders)}
 
 
 def copy_notebooks(root: Path) -> list[str]:

@@ -28,6 +28,22 @@ def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_argumen
     assert "--log-level=WARN" in command, "its log repeats the address without the token"
 
 
+def test_the_reader_is_not_asked_about_news(monkeypatch, tmp_path):
+    settings = pytest.importorskip("jupyterlab_server.settings_utils")
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))
+    variables = cli.lab_environment("secret")
+    assert variables["JUPYTER_TOKEN"] == "secret" and variables["JUPYTER_CONFIG_PATH"].startswith(f"{tmp_path}{os.pathsep}")
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", variables["JUPYTER_CONFIG_PATH"])
+    overrides, error = settings._get_overrides(str(tmp_path))
+    assert not error and overrides["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
+    (tmp_path / "labconfig").mkdir()
+    (tmp_path / "labconfig/default_setting_overrides.json").write_text(
+        '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "true"}}'
+    )
+    overrides, _ = settings._get_overrides(str(tmp_path))
+    assert overrides["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "true"  # the user's own answer
+
+
 def test_the_lines_tell_the_address_and_the_way_from_elsewhere():
     here, elsewhere, stop = cli.lab_lines(9001, "secret")
     assert "Ctrl-C" in stop
