@@ -75,15 +75,15 @@ def test_an_unsteady_product_is_replaced_by_no_other_shape():
 
 def test_a_baseline_of_several_seeds_is_quoted_in_the_mean():
     one = row("image_classifier", "resnet18", "accuracy", 0.948, split="test")
-    assert told(one) == {"resnet18, accuracy, test split": 0.948}
+    assert told(one) == {"resnet18, accuracy, bf16, test split": 0.948}
     each = row("image_classifier", "resnet18", "accuracy", 0.948, split="test, every seed", seed=0)
     mean = row("image_classifier", "resnet18", "accuracy", 0.946, split="test, mean of seeds", seeds=5)
     words = row("language_model", "lm", "perplexity_word", 88.0, split="test")
     # The number of steps was chosen on the validation split.
     tuned = row("language_model", "lm", "perplexity_word", 92.0, split="valid")
     assert told(one, each, mean, words, tuned) == {
-        "resnet18, accuracy, test split, mean of 5 seeds": 0.946,
-        "lm, perplexity per word, test split": 88.0,
+        "resnet18, accuracy, bf16, test split, mean of 5 seeds": 0.946,
+        "lm, perplexity per word, bf16, test split": 88.0,
     }
 
 

@@ -59,7 +59,7 @@ def test_every_place_that_shows_an_accuracy_has_the_caveat(tmp_path, capsys):
     material = material_of(tmp_path, "mirror", LOSSY)
     caveat = material.image_caveat
     assert caveat in banner(material)
-    assert [h.label for h in headlines(material)] == ["resnet18, accuracy, test split (lossy mirror)"]
+    assert [h.label for h in headlines(material)] == ["resnet18, accuracy, bf16, test split (lossy mirror)"]
     (section,) = [section for section in sections(material) if section.experiment == "image_classifier"]
     assert section.tables and all(caveat in caption for caption, _ in section.tables)
     with styled():

@@ -473,11 +473,12 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
     for row in rows:
         what, split = _QUALITY.get((row.experiment, row.metric), ("", ""))
+        label = ", ".join(filter(None, (row.variant, what, row.dtype, f"{split} split")))
         if what and row.params.get("split") == f"{split}, mean of seeds":
             seeds = row.params["seeds"]
-            yield Quote(f"{row.variant}, {what}, {row.dtype}, {split} split, mean of {seeds} seeds", row, "mean", seeds)
+            yield Quote(f"{label}, mean of {seeds} seeds", row, "mean", seeds)
         elif what and row.params.get("split") == split and (row.variant, row.metric) not in averaged:
-            yield Quote(f"{row.variant}, {what}, {row.dtype}, {split} split", row, "quality")
+            yield Quote(label, row, "quality")
         elif row.experiment in _BASELINES and row.metric in _THROUGHPUT and row.params.get("step") == "steady":
             batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
             yield Quote(f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row)

@@ -14,7 +14,8 @@ from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_f
 from hyperion.results import BUSY_GPU, Row
 
 _MODES = ("weak", "strong")
-BUSY_ENOUGH = 0.9  # if the GPUs are busy for a smaller share of a step, the host limits the speed
+_BUSY_ENOUGH = 0.9  # if the GPUs are busy for a smaller share of a step, the host limits the speed
+EXPOSED = "exposed communication"  # part of a profiled step; `what` of its rows
 MISSING = "missing"  # text in the flat table for a value that was not measured
 
 
@@ -50,7 +51,7 @@ def communication(material: Material) -> Figure | None:
     because it updates the whole optimizer state. Runs of earlier versions have only the second measure.
     """
     rows = measured(material.of("scaling"))
-    exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == "exposed communication"]
+    exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == EXPOSED]
     # Runs of earlier versions store the second measure, the difference of the step times, under the name of a share.
     differences = select(rows, metric="alone_difference") or select(rows, metric="communication_share")
     if not differences and not exposed:
@@ -112,12 +113,13 @@ def _idle(rows: Sequence[Row]) -> list[str]:
     ]
     if not steps:
         return []
-    return [f"The host limits the speed, because the GPUs are busy for less than {percent(BUSY_ENOUGH)} %: {', '.join(steps)}."]
+    return [f"The host limits the speed, because the GPUs are busy for less than {percent(_BUSY_ENOUGH)} %: {', '.join(steps)}."]
 
 
 def is_host_bound(row: Row) -> bool:
-    """Return True if this row says that the GPUs wait for the host during a noticeable part of a step."""
-    return row.metric == "share" and BUSY_GPU.items() <= row.params.items() and not_none(row.value) < BUSY_ENOUGH
+    """Return True if this row of the experiment `scaling` says that the GPUs wait for the host during much of a step."""
+    is_busy = row.experiment == "scaling" and row.metric == "share" and BUSY_GPU.items() <= row.params.items()
+    return is_busy and not_none(row.value) < _BUSY_ENOUGH
 
 
 def _missing(material: Material) -> list[str]:

@@ -1,8 +1,11 @@
 """The cost of communication is drawn under its own name: a share from a profile, and a difference that may be negative."""
 
+from dataclasses import replace
+
 import pandas as pd
 
 from hyperion.experiments.scaling.figures import communication, headlines, scaling
+from hyperion.experiments.scaling.sentences import parts_of_the_step
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import BUSY_GPU, Row, Run
@@ -67,3 +70,26 @@ def test_an_efficiency_is_no_headline_if_the_host_limits_one_of_its_steps(tmp_pa
     with styled():
         notes = " ".join(scaling(Material(run)).get_supxlabel().split())
     assert "launched on 2 (strong) 60.0 %, small on 1 40.0 %." in notes and "filled" not in notes
+
+
+def test_sentences_quote_the_parts_of_one_step_only():
+    rows = cells("filled", {(1, "weak"): 0.95, (2, "weak"): 0.91, (2, "strong"): 0.62})
+    common = {"notebook": "08_scaling_analysis", "experiment": "scaling", "variant": "filled", "dtype": "bf16", "n": 20}
+    for mode, value in (("weak", 0.04), ("strong", 0.08)):
+        params = {"mode": mode, "ranks": 2}
+        rows.append(Row(**common, metric="share", value=value, params=params | {"what": "exposed communication"}))
+        ends = {"ci_low": value - 0.05, "ci_high": value + 0.05}
+        rows.append(Row(**common, metric="alone_difference", value=value, params=params, **ends))
+    weak, strong = (row for row in rows if row.metric == "scaling_efficiency")
+    assert parts_of_the_step(rows, weak) == [
+        "The GPUs are busy during 91.0 % of the step: they rarely wait for the host.",
+        "In the profiled steps, 4.0 % of the time is exposed communication.",
+        "The difference from the same step alone is 4.0 % (-1.0 to 9.0 %): no share, because the interval is not above zero.",
+    ]
+    assert parts_of_the_step(rows, strong) == [
+        "The GPUs are busy during 62.0 % of the step: the host limits the speed.",
+        "In the profiled steps, 8.0 % of the time is exposed communication.",
+        "The difference from the same step alone is 8.0 % (3.0 to 13.0 %): a share.",
+    ]
+    earlier = [replace(strong, metric="communication_share", value=0.2, ci_low=0.1, ci_high=0.3), strong]
+    assert parts_of_the_step(earlier, strong) == ["The difference from the same step alone is 20.0 % (10.0 to 30.0 %): a share."]
