@@ -206,17 +206,22 @@ def test_the_record_states_what_the_run_did(tiny_work, reference):
     assert torch.isfinite(torch.tensor(reference.losses)).all()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("name", "option", "early"), [("weight decay", "weight_decay", 0.05), ("betas", "betas", (0.8, 0.95)), ("eps", "eps", 1e-6)]
+    ("name", "option", "other"), [("weight decay", "weight_decay", 0.05), ("betas", "betas", (0.8, 0.95)), ("eps", "eps", 1e-6)]
 )
-def test_an_option_that_reaches_its_value_only_in_the_last_step_is_named(name, option, early, tiny_work, tmp_path, monkeypatch):
+def test_an_option_that_has_its_value_in_a_part_of_the_steps_only_is_named(
+    name, option, other, late, tiny_work, tmp_path, monkeypatch
+):
+    """The last of the four steps has the right value and the others have another one, or the reverse (`late`)."""
     adamw = Work.adamw
 
     def scheduled(work: Work, model) -> torch.optim.Optimizer:
         optimizer = adamw(work, model)
         matrices = optimizer.param_groups[0]
-        values = iter([early, early, matrices[option]])  # the work has four steps
-        matrices[option] = early
+        first, last = (matrices[option], other) if late else (other, matrices[option])
+        values = iter([first, first, last])
+        matrices[option] = first
         optimizer.register_step_post_hook(lambda *_: matrices.update({option: next(values, matrices[option])}))
         return optimizer
 

@@ -1,6 +1,7 @@
 """Communication is a share only where it is one: exposed time from a trace, and a difference with its sign beside it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -263,6 +264,21 @@ def test_the_busy_time_of_the_gpus_is_a_share_of_the_step_that_was_not_profiled(
     # 60 ms on the first rank and 70 ms on the second, of 100, 125 and 80 ms.
     assert found == pytest.approx({(1, "weak"): 0.6, (2, "weak"): 0.065 / 0.125, (2, "strong"): 0.065 / 0.08})
     assert all(row.limit == 1 and row.n == 3 for row in rows)
+
+
+@pytest.mark.parametrize(("machine", "kind", "profiled"), [("H200", "step", 1), ("H200", "alone", 0), ("cpu", "step", 0)])
+def test_on_one_gpu_a_step_is_profiled_too(monkeypatch, tmp_path, machine, kind, profiled):
+    monkeypatch.setattr(Context, "device", detect_cpu() if machine == "cpu" else detect(facts(machine)))
+    clock = SimpleNamespace(sample=lambda functions, flush, count: [[0.1] * count])
+    engine = SimpleNamespace(model=None, optimizer=None, train_step=print)
+    traced = pd.DataFrame([{"kind": "traced", "busy_ns": 1}])
+    for name, value in (("device_clock", clock), ("_engine", (engine, 1.0)), ("_batch", None), ("_traced", traced)):
+        monkeypatch.setattr(scaling, name, lambda *_, value=value: value)
+    context = toy_context("scaling", SIZES, tmp_path)
+    options = ScalingOptions.of(context)
+    precision = scaling.Precision("fp32", "test")
+    frames = scaling._mode_times(context, options, options.workloads[0], ["weak"], kind, world(), precision)
+    assert [frame["kind"].iloc[0] for frame in frames] == [kind, *["traced"] * profiled]
 
 
 def test_on_one_device_no_losses_are_compared(monkeypatch, tmp_path):
