@@ -302,7 +302,7 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
     sizes = options.ladders[kind]
     rung = build_ladder(device, sizes.rungs)[number]
     work, batches = load_batches(sizes, Path(file), device)
-    row = partial(_row, context, work, rung, source)
+    row = partial(_row, context, work, source, rung)
     try:
         with memory_released(), PeakMemoryRegion(device) as region:
             engine = rung.engine(work, device, context.seed)
@@ -358,9 +358,8 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
     work, batches = load_batches(sizes, stored.file, context.device)
     rungs = build_ladder(context.device, sizes.rungs)
     present = [rung for rung in rungs if not rung.absent]
-    row = partial(_row, context, work, source=source)
-    untimed = partial(row, metric="step_time_s", value=None, step="steady")
-    absent = [untimed(rung, value_reason=rung.absent) for rung in rungs if rung.absent]
+    row = partial(_row, context, work, source)
+    absent = [row(rung, "step_time_s", None, step="steady", value_reason=rung.absent) for rung in rungs if rung.absent]
     try:
         with memory_released():
             steps = [partial(rung.engine(work, context.device, context.seed).train_step, batches[0]) for rung in present]
@@ -374,7 +373,7 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
             del step, steps  # these are the last references to the engines
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
-        rows = [untimed(rung, value_reason=reason) for rung in present]
+        rows = [row(rung, "step_time_s", None, step="steady", value_reason=reason) for rung in present]
         return Result([*absent, *rows], pd.DataFrame(), source)
     rows, frames = [], []
     for rung, timing in zip(present, timings, strict=True):
@@ -414,7 +413,7 @@ def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing
         for other in sorted({max(number - 1, 0), 0} - {number}):
             ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
             columns = {"limit_source": NO_SPEEDUP_LIMIT, "columns": timed_columns(ratio, timing)}
-            rows.append(row(rung, metric="speedup", value=ratio.value, step="steady", over=rungs[other].name, **columns))
+            rows.append(row(rung, "speedup", ratio.value, step="steady", over=rungs[other].name, **columns))
     return rows
 
 
@@ -444,8 +443,8 @@ def _params(work: Workload, rung: StepRung) -> dict:
 def _row(
     context: Context,
     work: Workload,
-    rung: StepRung,
     source: str,
+    rung: StepRung,
     metric: str,
     value: float | None,
     *,

@@ -1,15 +1,13 @@
 """The ladder: each rung is the one below with one thing more, trains the same, and is timed beside the others."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from hyperion.chapter import Result
+from hyperion.chapter import Context, Result
 from hyperion.errors import HyperionError
 from hyperion.experiments.precision import training_ladder
 from hyperion.experiments.precision.precision_variants import why_not_timed
@@ -19,17 +17,16 @@ from hyperion.experiments.precision.training_ladder import (
     AllLogits,
     StepRung,
     TrainingLadderOptions,
-    _busy_row,
     _difference_rows,
-    _row,
     _speedup_rows,
+    _timed,
     build_ladder,
 )
 from hyperion.hardware import Telemetry, detect_cpu
 from hyperion.measure import Timing
 from hyperion.parallel.parallelize import EVERY_BLOCK
 from hyperion.results import Run
-from hyperion.workloads.workloads import random_batch, workload
+from hyperion.workloads.workloads import random_batch, stored_batches, workload
 from tests.chapter.toy import by_params, perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
@@ -107,31 +104,38 @@ def test_engines_are_what_their_rungs_say():
 def test_a_speed_up_is_over_the_rung_below_and_over_the_first():
     rungs = [StepRung(name) for name in (BASELINE, "tf32", "bf16")]
     timings = [Timing(np.full(30, seconds), (), True, False, "interval", Telemetry()) for seconds in (4.0, 2.0, 1.0)]
-    rows = _speedup_rows(lambda rung, **columns: (rung.name, columns["over"], columns["value"]), rungs, timings)
+    rows = _speedup_rows(lambda rung, metric, value, **columns: (rung.name, columns["over"], value), rungs, timings)
     assert rows == [("tf32", BASELINE, 2), ("bf16", BASELINE, 4), ("bf16", "tf32", 2)]
 
 
-def test_the_busy_time_of_the_gpu_is_a_share_of_the_step_or_absent_with_the_reason(context, monkeypatch):
-    gpu = SimpleNamespace(device=replace(context.device, kind="cuda"))
-    timing = Timing(np.full(30, 0.02), (), True, False, "interval", Telemetry())
-    row = partial(_row, context, workload(OPTIONS.image), StepRung(BASELINE), "")
-    seen = []
+def test_the_busy_time_of_a_gpu_is_a_share_of_each_timed_step_or_absent_with_the_reason(context, monkeypatch):
+    cpu = context.device
+    def timed(steps, device, **settings):
+        for step in steps:
+            step()
+        return [Timing(np.full(30, 0.02), (), True, False, "interval", Telemetry()) for _ in steps]
 
     def profile(step, device):
         step()
-        return 0.008
-
-    monkeypatch.setattr(training_ladder, "device_seconds", profile)
-    busy = _busy_row(gpu, lambda: seen.append("step"), timing, row)
-    assert seen == ["step"] and busy.value == pytest.approx(0.4) and busy.params["what"] == "device time over step time"
-    assert _busy_row(context, lambda: seen.append("no"), timing, row) is None and seen == ["step"]
+        return next(times)
 
     def nothing(step, device):
         raise HyperionError("no kernel")
 
+    def busy(**claims):
+        # A CPU that claims to be a GPU: the steps are real, and their times are not.
+        monkeypatch.setattr(Context, "device", replace(cpu, **claims))
+        with stored_batches(context, {"image": OPTIONS.image}, OPTIONS.batches) as (stored,):
+            rows = _timed(context, OPTIONS, stored).rows
+        return {row.params["rung"]: row for row in rows if row.params.get("what") == "device time over step time"}
+
+    monkeypatch.setattr(training_ladder, "time_interleaved", timed)
+    times, gpu = iter([0.008, 0.05]), {"kind": "cuda", "arch": "sm_90"}
+    monkeypatch.setattr(training_ladder, "device_seconds", profile)
+    assert {rung: row.value for rung, row in busy(**gpu).items()} == pytest.approx({BASELINE: 0.4, "channels_last": 1.0})
     monkeypatch.setattr(training_ladder, "device_seconds", nothing)
-    absent = _busy_row(gpu, lambda: None, timing, row)
-    assert absent.value is None and absent.value_reason == "no kernel"
+    assert {(row.value, row.value_reason) for row in busy(**gpu).values()} == {(None, "no kernel")}
+    assert not busy()
 
 
 @pytest.mark.slow
