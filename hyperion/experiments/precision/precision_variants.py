@@ -169,13 +169,15 @@ def twins_of_variant(context: Context, report: Report, kind: str, file: str, sou
     """Train the twins: repetitions of the fp32 training run with perturbed rounding.
 
     In a twin, the operands and results of matrix products are rounded to the precision of bf16. The spread of the twins' losses
-    sets the tolerance for the difference between two formats' losses (see `hyperion.workloads.twins`).
+    sets the tolerance for the difference between two formats' losses (see `hyperion.workloads.twins`). If the device has TF32,
+    the products of the twins use it. This takes a third of the time, and TF32 rounds eight times as finely as bf16.
     """
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)
+    dtype = REFERENCE if _why_unsupported(context.device, "tf32") else "tf32"
 
     def train() -> list[float]:
-        return train_losses(work.engine(REFERENCE, context.device, context.seed), batches, options.steps)
+        return train_losses(work.engine(dtype, context.device, context.seed), batches, options.steps)
 
     return Result([], train_twins("bf16", context.seed, train).assign(variant=work.name), source)
 

@@ -1,5 +1,7 @@
 """Mixed precision at toy sizes: who is compared with whom, what is absent and why, and that memory is what shapes say."""
 
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 import torch
@@ -7,8 +9,9 @@ import torch
 from hyperion.chapter import Context, variants
 from hyperion.chapter.context import Forecast, Result
 from hyperion.experiments.precision import precision_variants
-from hyperion.experiments.precision.precision_variants import EXPERIMENT, PrecisionVariantsOptions, train_variant
+from hyperion.experiments.precision.precision_variants import EXPERIMENT, PrecisionVariantsOptions, train_variant, twins_of_variant
 from hyperion.hardware import detect
+from hyperion.workloads.twins import TWINS
 from hyperion.workloads.workloads import store_batches
 from tests.chapter.toy import by_params, perform, toy_context
 from tests.hardware.machines import facts
@@ -67,6 +70,17 @@ def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(resul
     )
     assert all(0 < row.value == row.check_error <= row.check_tolerance < 0.1 for row in compared)
     assert {row.data_source for row in result.rows} == {"synthetic"} == {result.source}
+
+
+@pytest.mark.parametrize(("reason", "dtype"), [("", "tf32"), ("unsupported: no matrix units", "fp32")])
+def test_twins_compute_in_tf32_if_the_device_has_it(context, monkeypatch, reason, dtype):
+    seen = []
+    work = SimpleNamespace(name="a model", engine=lambda dtype, device, seed: seen.append(dtype))
+    stand_ins = {"_why_unsupported": reason, "load_batches": (work, []), "train_losses": [3.0]}
+    for name, answer in stand_ins.items():
+        monkeypatch.setattr(precision_variants, name, lambda *_, answer=answer: answer)
+    twins = twins_of_variant(context, print, "language", "no file", "synthetic").samples
+    assert seen == [dtype] * TWINS and list(twins["dtype"]) == ["bf16"] * TWINS  # rounded to bf16, computed in `dtype`
 
 
 def test_speed_is_compared_in_turn_and_what_cannot_be_had_says_why(result):
