@@ -1,5 +1,6 @@
 """Display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -19,6 +20,7 @@ from hyperion.untrusted import printable
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 _ROUNDING = 1e-12  # a measured value up to this size is a rounding error of 0
+_ONE_OF_SEVERAL = re.compile(r"(?<![\d.,])(?:all )?1 (rank|device|step|unit)s\b")
 _FACTOR = 10  # a prediction that is at least this many times the measured value is compared by a factor
 _BANNER = (
     "border-left:6px solid #D55E00;background:#fff4ec;color:#1b1f24;padding:.6em 1em;margin:.4em 0;"
@@ -258,7 +260,8 @@ def fill(template: str, **named: Row | float) -> str:
     If a row is passed as the argument `best`, the template can contain these fields: `{best.value}`, `{best.limit}` and
     `{best.predicted}` with their unit, `{best.number}` (the value without unit), `{best.share}` (value in percent of the limit),
     `{best.error}` (signed error of the prediction in percent), `{best.interval}`, `{best.variant}`, `{best.dtype}`, and
-    `{best.<name>}` for each param. Numbers have four significant digits.
+    `{best.<name>}` for each param. Numbers have four significant digits. Write counted nouns in the plural: "all 1 ranks" becomes
+    "1 rank".
 
     Args:
         template: text with fields in braces, as for `str.format`.
@@ -269,7 +272,7 @@ def fill(template: str, **named: Row | float) -> str:
     """
     values = {name: _Quoted(name, row) if isinstance(row, Row) else number(row) for name, row in named.items()}
     try:
-        return template.format(**values)
+        return _ONE_OF_SEVERAL.sub(r"1 \1", template.format(**values))
     except KeyError as error:
         remedy = f"pass the argument: teach(template, {error.args[0]}=pick(result.rows, …))"
         raise HyperionError(f"the text has a field {error.args[0]!r} without an argument", next_step=remedy) from error

@@ -158,6 +158,18 @@ def test_fill_writes_values_with_units(material):
     assert fill("{a.value} on {a.split}", a=accuracy) == "91.7 % on test"
 
 
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (1, "0 differ on 1 rank; 1 step of 1 rank in 0.1 steps"),
+        (2, "0 differ on all 2 ranks; 2 steps of 2 ranks in 0.1 steps"),
+        (21, "0 differ on all 21 ranks; 21 steps of 21 ranks in 0.1 steps"),
+    ],
+)
+def test_fill_counts_one_in_the_singular(n, text):
+    assert fill("0 differ on all {n} ranks; {n} steps of {n} ranks in 0.1 steps", n=n) == text
+
+
 @pytest.mark.slow
 def test_fill_fails_where_the_row_lacks_what_the_text_says(material, cpu_material):
     row = pick([row for row in cpu_material.rows if row.experiment == "gemm"], "gemm_tflops", best=True)

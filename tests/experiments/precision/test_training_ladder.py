@@ -110,6 +110,7 @@ def test_a_speed_up_is_over_the_rung_below_and_over_the_first():
 
 def test_the_busy_time_of_a_gpu_is_a_share_of_each_timed_step_or_absent_with_the_reason(context, monkeypatch):
     cpu = context.device
+
     def timed(steps, device, **settings):
         for step in steps:
             step()
