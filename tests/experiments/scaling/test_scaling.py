@@ -23,9 +23,10 @@ from hyperion.experiments.scaling.scaling import (
 )
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
+from hyperion.measure.clock.timing import device_clock
 from hyperion.measure.steps.trace import COMMUNICATION, GAPS, GEMM, MEMORY, Event, Trace
 from hyperion.models import TransformerLM, layout_of
-from hyperion.processes import JobError, run_ranks, world
+from hyperion.processes import JobError, process_group, run_ranks, world
 from hyperion.results import BUSY_GPU, Row
 from tests.chapter.toy import perform, toy_context
 from tests.hardware.machines import facts
@@ -279,6 +280,31 @@ def test_on_one_gpu_a_step_is_profiled_too(monkeypatch, tmp_path, machine, kind,
     precision = scaling.Precision("fp32", "test")
     frames = scaling._mode_times(context, options, options.workloads[0], ["weak"], kind, world(), precision)
     assert [frame["kind"].iloc[0] for frame in frames] == [kind, *["traced"] * profiled]
+
+
+@pytest.mark.slow
+def test_on_one_gpu_the_busy_time_comes_from_the_samples_that_a_rank_takes(monkeypatch, tmp_path):
+    # A CPU that claims to be a GPU: the steps are real, and their trace is not.
+    cpu = detect_cpu()
+
+    def trace(step, data, device, steps):
+        step()
+        return Trace([Event("gemm", 0, 1000 * steps, 7, GEMM)], 0, 10_000 * steps, steps)  # 1 us for each step
+
+    monkeypatch.setattr(Context, "device", replace(cpu, kind="cuda", arch="sm_90"))
+    monkeypatch.setattr(scaling, "device_clock", lambda _: device_clock(cpu))
+    monkeypatch.setattr(scaling, "trace_steps", trace)
+    monkeypatch.setattr(ScalingOptions, "device_count", lambda *_: 1)
+    monkeypatch.setattr(
+        scaling, "run_on_ranks", lambda context, report, function, params, ranks: [function(context, report, **params)]
+    )
+    with process_group(backend="gloo"):
+        result = perform(toy_context("scaling", SIZES, tmp_path), tmp_path)
+    busy = {row.variant: row for row in result.rows if BUSY_GPU.items() <= row.params.items()}
+    times = {row.variant: row for row in result.rows if row.metric == "step_time_s"}
+    assert set(busy) == set(times) == {"language_ddp", "language_fsdp"}
+    for name, row in busy.items():
+        assert row.value == pytest.approx(1e-6 / times[name].value) and row.params == times[name].params | BUSY_GPU
 
 
 def test_on_one_device_no_losses_are_compared(monkeypatch, tmp_path):
