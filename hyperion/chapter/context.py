@@ -10,7 +10,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hyperion.errors import HyperionError, not_none
-from hyperion.hardware import Device
+from hyperion.hardware import ROW_DTYPES, Device
 from hyperion.processes.this_rank import world
 from hyperion.results import Estimate, Row
 from hyperion.results.rows import idle_rows, make_row
@@ -59,13 +59,13 @@ class Context:
             columns: additional columns of the row, as for `hyperion.results.Row`.
 
         Raises:
-            RowError: rows do not have one of the columns.
+            RowError: rows do not have one of the columns, or the dtype is not in `hyperion.hardware.ROW_DTYPES`.
         """
         if isinstance(value, Estimate):
             columns = value.columns | columns
             value = value.value
         place = {"notebook": self.notebook, "experiment": self.experiment, "variant": variant, "metric": metric}
-        return make_row(**place, value=value, **columns)
+        return make_row(ROW_DTYPES, **place, value=value, **columns)
 
     def absent_row(self, variant: str, metric: str, reason: str, **columns: Any) -> Row:
         """Return a row without a value. `reason` states why nothing was measured."""

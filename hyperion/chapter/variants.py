@@ -234,7 +234,8 @@ def _job(
 ) -> Job:
     context.workspace.mkdir(parents=True, exist_ok=True)
     values = {"context": packed(context), "function": entry_of(function), "params": params or {}, "import_path": sys.path}
-    return Job(entry, values, timeout_s=context.sizes.get("timeout_s", 3600.0), ranks=ranks)
+    timeout_s = context.sizes.get("timeout_s", Options.model_fields["timeout_s"].default)
+    return Job(entry, values, timeout_s=timeout_s, ranks=ranks)
 
 
 def _samples_file(context: Context, rank: int | None = None) -> Path:

@@ -172,7 +172,9 @@ def write_flat_tables(runs: "list[Run]", folder: Path) -> list[Path]:
         raise HyperionError(
             "no flat table can be made from these rows",
             where=", ".join(str(run.folder) for run in runs),
-            next_step="measure one of these experiments first: gemm, bandwidth, batch_scaling, scaling, or a training",
+            next_step="measure one of these experiments first: gemm, bandwidth, batch_scaling, scaling, or a training. Of other "
+            "experiments, all rows are in the file rows.csv of the run; `flat_tables` in the figures.py of your own subject can "
+            "make further tables",
         )
     for name, table in tables.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

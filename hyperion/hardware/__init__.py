@@ -3,7 +3,7 @@
 A floor is the smallest value that a healthy device must reach.
 """
 
-from hyperion.hardware.device import DTYPES, PATHS, Device, HardwareError, canonical_dtype, fp8_format, gemm_path
+from hyperion.hardware.device import DTYPES, PATHS, ROW_DTYPES, Device, HardwareError, canonical_dtype, fp8_format, gemm_path
 from hyperion.hardware.facts import (
     GpuFacts,
     MachineFacts,
@@ -23,6 +23,7 @@ from hyperion.hardware.telemetry import Sampler, Telemetry, read
 __all__ = [
     "DTYPES",
     "PATHS",
+    "ROW_DTYPES",
     "Device",
     "Floor",
     "GpuFacts",

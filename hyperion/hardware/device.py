@@ -13,6 +13,8 @@ PATHS = ("fp64_vector", "fp64_matrix", "fp32_vector", "fp32_matrix", "tf32", "fp
 FP8_OCP = ("fp8_e4m3fn", "fp8_e5m2")
 FP8_FNUZ = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", *FP8_OCP, *FP8_FNUZ, "int8")
+# Number formats of rows: those of matrix products, those of quantized weights, and those of data that are only moved.
+ROW_DTYPES = (*DTYPES, "int4", "nf4", "uint8", "int16", "int32", "int64", "complex64", "complex128")
 
 _ALIASES = {
     "float64": "fp64",

@@ -1,4 +1,6 @@
-"""The log file through which a notebook kernel reports to the driver, which is the process of `hyperion reproduce`.
+"""Reports on executed notebooks: the log through which a kernel reports to the driver, and the ledger that the driver stores.
+
+The driver is the process of `hyperion reproduce`. The ledger is a file of the run with the state of each notebook.
 
 The driver passes the path of the log in an environment variable. The kernel appends one line for each experiment and one line for
 each unexpected result. The line for an experiment says whether its rows were measured now or were already stored in the run.
@@ -17,7 +19,6 @@ REMEASURE = "HYPERION_REMEASURE"
 MEASURED, KEPT = "measured", "kept"
 # An unexpected row is a row whose value was refused. An unexpected claim is a claim in the notebook that is false for this run.
 UNEXPECTED_ROW, UNEXPECTED_CLAIM = "unexpected row", "unexpected claim"
-# File of a run in which the driver stores the state of each notebook.
 LEDGER = "reproduce.json"
 
 

@@ -8,11 +8,11 @@ import math
 import numbers
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from hyperion.errors import HyperionError, is_finite_number
+from hyperion.errors import HyperionError, is_finite_number, nearest_first
 from hyperion.forms import read_form
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
 from hyperion.untrusted import parse_json
@@ -291,20 +291,33 @@ class Row:
             raise RowError(f"row of {self.metric} {fault}", where=where, next_step=next_step)
 
 
-def make_row(**columns: Any) -> Row:
-    """Return a row with the given columns.
+def make_row(known_dtypes: Collection[str], **columns: Any) -> Row:
+    """Return a new row with the given columns. Rows that are read from a file are not made here.
+
+    Args:
+        known_dtypes: accepted names of number formats, besides "".
+        columns: columns of the row, as for `Row`.
 
     Raises:
-        RowError: rows do not have one of the columns.
+        RowError: rows do not have one of the columns, or the dtype is unknown.
     """
     known = [column.name for column in fields(Row)]
+    where = " / ".join(str(columns.get(name)) for name in ("notebook", "experiment", "variant"))
+    where += f": row of {columns['metric']}"
     for name in columns:
         if name not in known:
             raise RowError(
                 f"rows have no column {name!r}",
-                where=f"{columns['notebook']} / {columns['experiment']} / {columns['variant']}: row of {columns['metric']}",
+                where=where,
                 next_step=f"state it in params, as params={{{name!r}: …}}, or use one of the columns {', '.join(known)}",
             )
+    dtype = columns.get("dtype", "")
+    if dtype not in ("", *known_dtypes):
+        raise RowError(
+            f"dtype is {dtype!r}, which is no known number format",
+            where=where,
+            next_step=f"use one of {nearest_first(str(dtype), known_dtypes)}; state another format in params and omit dtype",
+        )
     return Row(**columns)
 
 

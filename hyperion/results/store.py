@@ -629,7 +629,11 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         row.validate()
         if (row.notebook, row.experiment) != (notebook, experiment):
-            raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
+            raise RowError(
+                f"row belongs to {row.notebook}/{row.experiment}",
+                where=f"{notebook}/{experiment}",
+                next_step="make the rows of an experiment with its own context, or state its notebook and its experiment",
+            )
     counts = Counter(row.key for row in rows)
     if twice := next((row for row in rows if counts[row.key] > 1), None):
         shown = " ".join(filter(None, (twice.variant, twice.dtype, str(twice.params or ""), twice.metric)))

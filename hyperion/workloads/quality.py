@@ -70,14 +70,14 @@ def perplexity_ratio(losses: np.ndarray, original: np.ndarray, windows: np.ndarr
 
 
 def accuracy_difference(hits: np.ndarray, original: np.ndarray) -> Estimate:
-    """Return the accuracy of the quantised model minus that of the original model on the same images, with a 95 % interval.
+    """Return the accuracy of a variant minus that of the original model on the same images, with a 95 % interval.
 
     The interval follows Agresti and Min (2005, Statistics in Medicine 24, 729-740). Each image is in one of four classes, because
     each of the two models is right or wrong. Half an image is added to each class. As a result, the interval does not shrink to a
     point if both models classify every image alike.
 
     Args:
-        hits, original: whether each image is classified correctly, bool [n], by the quantised and by the original model.
+        hits, original: whether each image is classified correctly, bool [n], by the variant and by the original model.
     """
     n = len(hits)
     gained, lost = int((hits & ~original).sum()), int((~hits & original).sum())

@@ -344,7 +344,7 @@ def _trained(
     if recipe is None:
         known = ", ".join(recipes)
         raise HyperionError(f"no trained model is named {name!r}", where=f"{kind} model", next_step=f"use one of {known}")
-    determines = {
+    identity = {  # everything that the trained weights depend on
         "recipe": recipe.model_dump(),
         "seed": context.seed,
         "data": data_identity(data, context.data_source),
@@ -354,7 +354,7 @@ def _trained(
         "source": reached_source_hash(__name__),
         "weights of the library": _metadata(name),
     }
-    digest = hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = processed_root() / f"trained-{name}-{digest[:12]}"
     if folder.is_dir():
         try:
@@ -364,13 +364,13 @@ def _trained(
             print(f"WARNING: the trained model {name} is damaged and is trained again: {error} It was moved to {moved}.")
     with staged(folder) as work:
         seed_everything(context.seed)
-        train_into(context, name, recipe, work, determines)
+        train_into(context, name, recipe, work, identity)
     # The processes that measure the model need the memory that PyTorch caches after the training.
     release_memory()
     return read_trained_model(folder)
 
 
-def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: Path, determines: dict) -> None:
+def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: Path, identity: dict) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     device = context.device
@@ -422,10 +422,10 @@ def _train_language(context: Context, name: str, recipe: LanguageRecipe, work: P
     }
     baseline = unigram_baseline(np.asarray(train_tokens), np.asarray(held_out_tokens), tokenizer.vocab_size)
     facts = {"baseline_loss": baseline.total_nll_nats / baseline.tokens, "baseline": "unigram model", "tokenizer": tokenizer.name}
-    _store(work, LANGUAGE, name, corpus.source, tensors, device, determines, facts | trained)
+    _store(work, LANGUAGE, name, corpus.source, tensors, device, identity, facts | trained)
 
 
-def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, work: Path, determines: dict) -> None:
+def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, work: Path, identity: dict) -> None:
     values = recipe.model_dump(exclude={"held_out_images"})
     training = set_up(
         context,
@@ -460,7 +460,7 @@ def _train_classifier(context: Context, name: str, recipe: ClassifierRecipe, wor
         "calibration": torch.from_numpy(np.array(arrays["train_images"][:_CALIBRATION])),
     }
     facts = {"baseline_loss": math.log(CLASS_COUNT), "baseline": "equal probabilities"}
-    _store(work, CLASSIFIER, name, training.source, tensors, context.device, determines, facts | trained)
+    _store(work, CLASSIFIER, name, training.source, tensors, context.device, identity, facts | trained)
 
 
 def _made_from(recipe: Table, seed: int, data_sha256: str) -> dict[str, Any]:
@@ -510,7 +510,7 @@ def _store(
     source: str,
     tensors: dict[str, Tensor],
     device: Device,
-    determines: dict,
+    identity: dict,
     facts: dict[str, Any],
 ) -> None:
     """Write the held-out data and the manifest. The loss in the manifest is computed with the weights read back from the file."""
@@ -519,7 +519,7 @@ def _store(
     model = stored.load(device)
     scores = stored.score(model, device)
     facts |= {"kind": kind, "loss": scores.loss, "accuracy": scores.accuracy, "parameters": parameter_count(model)}
-    write_manifest(work, name=name, source=source, detail=f"{kind} model", facts=facts | determines)
+    write_manifest(work, name=name, source=source, detail=f"{kind} model", facts=facts | identity)
 
 
 def _streams(context: Context, recipe: LanguageRecipe) -> tuple[TextCorpus, Tokenizer, np.ndarray, np.ndarray]:

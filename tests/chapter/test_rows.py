@@ -7,9 +7,10 @@ import pytest
 
 from hyperion.chapter.rows import CACHE_MULTIPLE, bandwidth_limit, wrong_product
 from hyperion.chapter.variants import packed, restored
-from hyperion.hardware import detect
+from hyperion.hardware import DTYPES, ROW_DTYPES, detect
 from hyperion.measure import Verification
-from hyperion.results import Estimate, Metric
+from hyperion.results import Estimate, Metric, RowError
+from hyperion.results.store import stored_references
 from tests.chapter.toy import toy_context
 from tests.hardware.machines import facts
 
@@ -26,6 +27,25 @@ def test_the_value_of_an_error_is_what_its_check_judges(tmp_path):
     row = toy_context("toy", {}, tmp_path).error_row("model", "relative_difference", 0.2, "losses of one device", 0.1)
     assert (row.value, row.check, row.check_error, row.check_tolerance) == (0.2, "losses of one device", 0.2, 0.1)
     assert row.without_failed_value().value is None
+
+
+@pytest.mark.parametrize("make", ["row", "absent_row", "error_row"])
+def test_a_dtype_that_is_no_known_number_format_is_refused_with_the_known_ones(tmp_path, make):
+    context = toy_context("toy", {}, tmp_path)
+    arguments = {"row": (1.0,), "absent_row": ("no memory",), "error_row": (0.1, "losses of one device", 0.2)}[make]
+    with pytest.raises(RowError, match="dtype is 'floaty', which is no known number format") as refused:
+        getattr(context, make)("model", "count", *arguments, dtype="floaty")
+    assert all(name in refused.value.next_step for name in ("bf16", "nf4", "params"))
+    with pytest.raises(RowError, match="'bfloat16'") as refused:
+        context.row("model", "count", 1.0, dtype="bfloat16")
+    assert "bf16 (similar)" in refused.value.next_step
+    for dtype in ("", *ROW_DTYPES):
+        assert context.row("model", "count", 1.0, dtype=dtype).dtype == dtype
+
+
+def test_every_dtype_of_the_references_is_a_known_number_format():
+    found = {row.dtype for run in stored_references() for row in run.rows()}
+    assert len(found) > 10 and found <= {"", *ROW_DTYPES} and set(DTYPES) <= set(ROW_DTYPES)
 
 
 @pytest.mark.parametrize("error", [2e-5, float("inf"), float("nan")])

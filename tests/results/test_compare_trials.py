@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hyperion.results import Row, compare, sensitivity
 from hyperion.results.compare import SIGNIFICANCE, SMALLEST_CHANGE
-from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
+from hyperion.results.randomization import DIVISIONS, Power, fenced, log_deviations, randomization_test
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,8 @@ from hyperion.results import (
     proportion_estimate,
     ratio_estimate,
 )
-from hyperion.results.statistics import fenced, launches_estimate, log_deviations, randomization_test, side_contrasts
+from hyperion.results.randomization import fenced, log_deviations, randomization_test, side_contrasts
+from hyperion.results.statistics import launches_estimate
 
 
 def coverage(truth, estimates):

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from hyperion.data.images.imageset import IMAGE_SHAPE, ImageSet, channel_statistics, check_split, synthetic_images
+from hyperion.data.images.imageset import CIFAR10, IMAGE_SHAPE, ImageSet, channel_statistics, check_split, synthetic_images
 from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import image_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
@@ -86,7 +86,7 @@ def load_cifar10(
             CIFAR-10; the train split contains images of the test split; or no source has the data set.
     """
     suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_images(synthetic_counts, seed)}
-    return take("cifar-10", source, suppliers, allow_synthetic)
+    return take(CIFAR10, source, suppliers, allow_synthetic)
 
 
 def published(url: str = URL) -> PublishedSet[ImageSet]:
@@ -140,7 +140,7 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
         f"{layout.name}: {compared}; counts and labels verified, {overlap['test'].repeated} test images among the train images"
     )
     arrays = (batches.train_images, batches.train_labels, batches.test_images, batches.test_labels)
-    return ImageSet("cifar-10", source, detail, *arrays, CLASSES, ("crop", "flip"), checksums=compared)
+    return ImageSet(CIFAR10, source, detail, *arrays, CLASSES, ("crop", "flip"), checksums=compared)
 
 
 def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from hyperion.data.store.folders import DataError
 from hyperion.data.store.sources import Checksums
 
+CIFAR10, GRATINGS = "cifar-10", "synthetic-gratings"  # names of the sets that `load_cifar10` returns
 IMAGE_SHAPE = (3, 32, 32)
 _REMEDY = "correct your own arrays, or remove damaged files and stage or prepare them again"
 
@@ -24,7 +25,7 @@ class ImageSet:
     """Images and labels of a train and a test split.
 
     Attributes:
-        name: 'cifar-10', 'synthetic-gratings', or a name that the user chose; a synthetic set never has the name of the real one.
+        name: 'cifar-10', 'synthetic-gratings', or another name that the user chose.
         source: 'mirror', 'cache', 'download', 'synthetic', or 'files' for the user's own images.
         detail: description of the source, without local paths.
         train_images, test_images: uint8 [N, 3, 32, 32].
@@ -46,6 +47,21 @@ class ImageSet:
     augmentations: tuple[str, ...]
     bayes_accuracy: float | None = None
     checksums: Checksums | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the user's own images do not have the name of a known set.
+
+        Raises:
+            DataError: the set is called 'cifar-10' without checksums, or 'synthetic-gratings' without being synthetic.
+        """
+        # Rows and prepared folders state only the name, so accuracies on other images would be taken for those on CIFAR-10.
+        is_known = {CIFAR10: self.checksums is not None, GRATINGS: self.source == "synthetic"}
+        if not is_known.get(self.name, True):
+            raise DataError(
+                f"the images are called {self.name!r}, but they were not loaded by `load_cifar10`",
+                where=f"ImageSet of the source {self.source!r}: {self.detail}",
+                next_step="give your own images another name, or load the known ones with hyperion.data.load_cifar10",
+            )
 
     @property
     def sha256(self) -> str:
@@ -160,7 +176,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0) -> ImageSet:
     # Mirroring left to right turns 18 degrees into 162 degrees, which is another class, so only shifts are allowed.
     train_images, train_labels, test_images, test_labels = arrays
     return ImageSet(
-        "synthetic-gratings",
+        GRATINGS,
         "synthetic",
         detail,
         train_images,

@@ -21,17 +21,8 @@ from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.images.imageset import CLASS_COUNT
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.plain_loops import (
-    CAPTURED,
-    OURS,
-    PLAIN,
-    CapturedImageLoop,
-    PairedLoops,
-    PlainImageLoop,
-    copy_weights,
-    plain_model,
-    wait_for,
-)
+from hyperion.experiments.baselines.paired_loops import CAPTURED, OURS, PLAIN, PairedLoops
+from hyperion.experiments.baselines.plain_loops import CapturedImageLoop, PlainImageLoop, copy_weights, plain_model, wait_for
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.experiments.baselines.speed_ladder import Rung, attempt, ladder_rows, time_rungs
 from hyperion.measure import FORMATS, Timing, time_interleaved
@@ -67,7 +58,6 @@ class ImageTrainingSpeedOptions(Options):
         steps_in_a_row: number of steps that one loop runs before the other takes over.
         time_limit_s: timing budget in seconds for each measurement.
         ladder_s: timing budget in seconds for the speed ladder at each batch size.
-        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     width: int
@@ -81,7 +71,6 @@ class ImageTrainingSpeedOptions(Options):
     steps_in_a_row: int
     time_limit_s: float
     ladder_s: float = 1.0
-    tolerance: float | None = None
 
     def work(self, batch: int) -> Workload:
         """Return the workload of the training step at this batch size."""
@@ -105,9 +94,8 @@ def run(context: Context, report: Report) -> Result:
     """For each batch size, compare the losses of both loops on the same batches, then time their steps in alternation."""
     options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
-    torch.backends.cudnn.benchmark = (
-        True  # applies to both loops; it need not be restored, because the process ends with the experiment
-    )
+    # Applies to both loops. It need not be restored, because the process ends with the experiment.
+    torch.backends.cudnn.benchmark = True
     rows, frames = [], []
     for number, batch in enumerate(options.batches):
         report(number, len(options.batches), f"batch {batch}")

@@ -15,7 +15,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.ngram_baselines import MEASURES, HeldOut, Scored, perplexity_rows
+from hyperion.experiments.baselines.perplexity import MEASURES, HeldOut, Scored, perplexity_rows
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row

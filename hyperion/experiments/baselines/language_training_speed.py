@@ -25,16 +25,8 @@ from hyperion.chapter.efficiency import TRAINING_STEP, expected_share
 from hyperion.chapter.rows import NO_CEILINGS, out_of_memory_reason, sample_frame, speedup_row, timed_row
 from hyperion.data.batches import LanguageBatches
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.plain_loops import (
-    CAPTURED,
-    OURS,
-    PLAIN,
-    CapturedLanguageLoop,
-    PairedLoops,
-    PlainLanguageLoop,
-    wait_for,
-    with_weights_of,
-)
+from hyperion.experiments.baselines.paired_loops import CAPTURED, OURS, PLAIN, PairedLoops
+from hyperion.experiments.baselines.plain_loops import CapturedLanguageLoop, PlainLanguageLoop, wait_for, with_weights_of
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
 from hyperion.experiments.baselines.speed_ladder import Rung, attempt, ladder_rows, time_rungs
 from hyperion.experiments.baselines.step_roof import StepRoof, own_roof, step_roof

@@ -111,7 +111,7 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         unit=2.0**-8,
         why="the operands of matrix products are rounded to 8 significant bits",
     )
-    captured_stream = replace(
+    checkpointed = replace(
         half,
         name="checkpointed",
         checkpointing="every block",
@@ -120,7 +120,7 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         why="activations are recomputed by the same operations",
     )
     compiled = replace(
-        captured_stream,
+        checkpointed,
         name="compiled",
         compiled=True,
         tolerance=1e-2,
@@ -135,7 +135,7 @@ def rungs(micro_batches: int) -> list[ParityRung]:
         unit=0.0,
         why="the checkpoint contains everything that the next step depends on",
     )
-    return [plain, again, parts, half, captured_stream, compiled, resumed]
+    return [plain, again, parts, half, checkpointed, compiled, resumed]
 
 
 def forecast(context: Context) -> list[Forecast]:

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, speedup_row, timed_row
-from hyperion.experiments.baselines.plain_loops import PairedLoops
+from hyperion.experiments.baselines.paired_loops import PairedLoops
 from hyperion.hardware import Device
 from hyperion.measure import Timing, time_interleaved
 from hyperion.results import Row

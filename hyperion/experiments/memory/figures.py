@@ -18,6 +18,7 @@ _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "temporary": "#c9ced6",
     "workspace": "#8d96a3",
 }
+# Names of policies in `hyperion.parallel.parallelize`. They are repeated here, because figures import no torch.
 NONE, EVERY_BLOCK = "none", "every block"
 POLICIES = (EVERY_BLOCK, "selective", "budget")
 # Goal for checkpointing a 12-layer language model: at least 40 % less memory for at most 30 % more time.
@@ -50,9 +51,8 @@ def memory_phases(material: Material) -> Figure | None:
         for axes in line:
             axes.set_ylim(0, highest)
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5
-    )  # in the order in which the bars are stacked
+    # Reversed, so that the legend has the order in which the bars are stacked.
+    figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5)
     add_notes(figure, [_sum_of_parts(rows)])
     return figure
 

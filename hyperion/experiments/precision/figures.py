@@ -184,13 +184,14 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Step:
+class RungRows:
     """Rows with the measurements of one rung of the training ladder.
 
     The training ladder is a list of versions of the training step, called rungs. Each rung adds one optimization to the previous
     rung.
 
     Attributes:
+        name: name of the rung.
         time: row of the step time.
         memory: row of the allocator's peak memory. If it was not measured, row of the peak tensor bytes. None if neither was
             measured.
@@ -215,12 +216,9 @@ class Step:
         return self.busy and 1e3 * not_none(self.time.value) * not_none(self.busy.value)
 
 
-def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
-    """Return the timed rungs of each model's training ladder, from the first rung to the last.
-
-    A rung is a version of the training step. Each rung adds one optimization to the previous one.
-    """
-    by_model: dict[str, list[Step]] = {}
+def ladders(rows: Iterable[Row]) -> dict[str, list[RungRows]]:
+    """Return the timed rungs of each model's training ladder, from the first rung to the last."""
+    by_model: dict[str, list[RungRows]] = {}
     rows = measured(rows)
     for time in (row for row in rows if row.metric == "step_time_s"):
         steps = by_model.setdefault(time.variant, [])
@@ -229,7 +227,7 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
         speedup = _first(own, "speedup", over=steps[-1].name) if steps else None
         early = _first(own, "relative_difference", window="early")
         late = _first(own, "relative_difference", window="late") or _first(own, "relative_difference")
-        steps.append(Step(time.params["rung"], time, memory, speedup, early, late, _first(own, "share", **BUSY_GPU)))
+        steps.append(RungRows(time.params["rung"], time, memory, speedup, early, late, _first(own, "share", **BUSY_GPU)))
     return by_model
 
 
@@ -273,7 +271,7 @@ def _change_of_time(speedup: Row | None) -> str:
     return f"{signed_number(value, 1)} % [{signed_number(low, 1)}, {signed_number(high, 1)}]"
 
 
-def _change_of_memory(before: Step | None, step: Step) -> str:
+def _change_of_memory(before: RungRows | None, step: RungRows) -> str:
     if before is None or before.memory is None or step.memory is None or before.memory.metric != step.memory.metric:
         return ""
     return f"{percent(not_none(step.memory.value) / not_none(before.memory.value) - 1, signed=True)} %"
@@ -287,10 +285,7 @@ def _change_of_loss(row: Row | None) -> str:
 
 
 def training_ladder(material: Material) -> Figure | None:
-    """Draw three panels for each model: step time, memory, and the difference between a rung's and the first rung's losses.
-
-    A rung is a version of the training step. Each rung adds one optimization to the previous one.
-    """
+    """Draw three panels for each model: step time, memory, and the difference between a rung's and the first rung's losses."""
     models = ladders(material.of(_LADDER))
     if not models:
         return None
@@ -333,7 +328,7 @@ def training_ladder(material: Material) -> Figure | None:
     return figure
 
 
-def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label: str) -> None:
+def _draw_steps(axes: Axes, steps: list[RungRows], values: list[float | None], label: str) -> None:
     before: float | None = None
     for place, value in enumerate(values):
         if value is None:
@@ -351,7 +346,7 @@ def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label
     axes.set_xlim(0, axes.get_xlim()[1] * 1.45)
 
 
-def _draw_losses(axes: Axes, steps: list[Step]) -> None:
+def _draw_losses(axes: Axes, steps: list[RungRows]) -> None:
     for place, step in enumerate(steps):
         for row, marker, height in ((step.early, "o", -0.14), (step.late, "s", 0.14)):
             if row is None:
@@ -364,7 +359,7 @@ def _draw_losses(axes: Axes, steps: list[Step]) -> None:
     axes.set_xlim(left=0)
 
 
-def _finish_steps(axes: Axes, steps: list[Step], label: str) -> None:
+def _finish_steps(axes: Axes, steps: list[RungRows], label: str) -> None:
     axes.set_yticks(range(len(steps)), [""] * len(steps))
     axes.set_ylim(len(steps) - 0.45, -0.55)
     axes.grid(axis="y", visible=False)

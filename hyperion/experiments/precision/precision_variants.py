@@ -62,7 +62,6 @@ class PrecisionVariantsOptions(Options):
             takes seconds there.
         language: dimensions of the language model and its batches.
         image: dimensions of the ResNet-18 and its batches.
-        tolerance: unused, accepted for compatibility with older stored runs.
     """
 
     dtypes: tuple[str, ...]
@@ -72,7 +71,6 @@ class PrecisionVariantsOptions(Options):
     language: LanguageSizes
     image: ImageSizes
     samples: int = MINIMUM_SAMPLES
-    tolerance: dict[str, float] | None = None
 
     def sizes(self, kind: str) -> LanguageSizes | ImageSizes:
         """Return the dimensions for a kind of model, "language" or "image"."""
@@ -194,9 +192,8 @@ EXPERIMENT = Experiment(
 def train_losses(engine: TorchEngine, batches: Iterable[Batch], steps: int) -> list[float]:
     """Train for a number of steps and return the loss of every step. The batches are repeated in the same order."""
     losses = [engine.train_step(batch).loss for batch in islice(cycle(batches), steps)]
-    return torch.stack(
-        losses
-    ).tolist()  # one transfer at the end, because reading each loss would make every step wait for the device
+    # One transfer at the end, because reading each loss would make every step wait for the device.
+    return torch.stack(losses).tolist()
 
 
 def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:

@@ -76,7 +76,6 @@ _ADDITIONS: dict[str, dict] = {
 _PREDICTABLE = (BASELINE, "tf32", "bf16")  # rungs with a prediction; shapes and ceilings do not predict the effect of the others
 _CHUNKS = 4  # number of chunks into which the chunked loss divides a batch
 _MEMORY_STEPS = 3
-# Params of the row with the share of a step in which the GPU is busy. In the rest of the step, it waits for the host.
 
 
 class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
@@ -95,8 +94,6 @@ class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
 
 class LanguageLadder(LanguageSizes, frozen=True):
     """Language model of the training ladder: its dimensions, and the optimizations added one after the other.
-
-    Each version of the training step is called a rung. Each rung adds one optimization to the previous one.
 
     Args:
         rungs: names of the rungs, from the first to the last. They are keys of `_ADDITIONS`.
@@ -162,10 +159,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Measure memory and losses of each rung in a separate process. Then time the steps of each model's rungs in alternation.
-
-    A rung is a version of the training step. Each rung adds one optimization to the previous one.
-    """
+    """Measure memory and losses of each rung in a separate process. Then time the steps of each model's rungs in alternation."""
     options = TrainingLadderOptions.of(context)
     with stored_batches(context, options.ladders, options.batches) as stored:
         cells, twins = [], []
@@ -402,11 +396,7 @@ def _busy_row(context: Context, step: Callable[[], object], timing: Timing, row:
 
 
 def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
-    """Return the rows with the speed-ups of the optimizations.
-
-    A rung is a version of the training step that adds one optimization to the previous one. Each rung has two rows: its speed-up
-    over the previous rung, and its speed-up over the first rung.
-    """
+    """Return two rows for each rung: its speed-up over the previous rung, and its speed-up over the first rung."""
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
         # Compare with the previous rung and with the first one. A set, because both are the same for the second rung.

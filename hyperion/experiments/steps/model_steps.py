@@ -75,7 +75,7 @@ class ModelStepsOptions(Options):
         time_limit_s: timing budget in seconds for each variant of each model.
         parity_steps: number of steps for which compiled and eager losses are compared.
         samples: minimum number of samples of each step. More are taken while the timing budget lasts.
-        tolerance: unused, accepted for compatibility with older stored runs.
+        tolerance: not used. The stored options of the reference run h200x2 have it, and the notebook reads them in a replay.
     """
 
     models: tuple[str, ...]

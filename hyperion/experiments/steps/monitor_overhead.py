@@ -126,7 +126,8 @@ def monitor(interval_s: float, file: Path) -> Iterator[Callable[[bool], None]]:
         process.send_signal(signal.SIGCONT)
         printed, _ = process.communicate(timeout=_LONGEST_S)
         if process.returncode:
-            raise HyperionError(f"the monitor failed: {printed}"[:500], where=" ".join(command))
+            fault, remedy = f"the monitor failed: {printed}"[:500], "run this command in a shell, and end its input with Ctrl-D"
+            raise HyperionError(fault, where=" ".join(command), next_step=remedy)
     finally:
         process.kill()
         process.wait()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hyperion.hardware import Device
+from hyperion.hardware import ROW_DTYPES, Device
 from hyperion.hardware.telemetry import BUSY
 from hyperion.measure.api.outputs import Difference
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
@@ -47,7 +47,8 @@ class Answer:
             columns: other columns of the row.
         """
         given = dict(place)
-        row = make_row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
+        params = about | (given.pop("params", None) or {})
+        row = make_row(ROW_DTYPES, metric=metric, value=value, params=params, **(columns | given))
         row.validate()
         return row
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hyperion.data.images.imageset import channel_statistics, check_split, synthetic_images
+from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split, synthetic_images
 from hyperion.data.store.folders import DataError
 
 IMAGES, LABELS = np.zeros((5, 3, 32, 32), np.uint8), np.arange(5)
@@ -52,3 +52,10 @@ def test_the_hash_sees_one_pixel():
     assert one.sha256 == other.sha256
     other.test_images[0, 0, 0, 0] ^= 1
     assert one.sha256 != other.sha256
+
+
+@pytest.mark.parametrize(("name", "source"), [("cifar-10", "files"), ("cifar-10", "mirror"), ("synthetic-gratings", "files")])
+def test_images_of_another_origin_cannot_have_the_name_of_a_known_set(name, source):
+    with pytest.raises(DataError, match=f"the images are called '{name}'") as refused:
+        ImageSet(name, source, "my folder", IMAGES, LABELS, IMAGES, LABELS, tuple("abcde"), ("flip",))
+    assert "another name" in refused.value.next_step

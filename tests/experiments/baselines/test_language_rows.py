@@ -11,7 +11,7 @@ from hyperion.chapter.profiles import load_profile
 from hyperion.data import TextCorpus, prepare_text
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.experiments.baselines.language_model import seed_rows
-from hyperion.experiments.baselines.ngram_baselines import HeldOut, Scored
+from hyperion.experiments.baselines.perplexity import HeldOut, Scored
 from hyperion.training.evaluate import LanguageEvaluation
 from hyperion.workloads import datasets
 

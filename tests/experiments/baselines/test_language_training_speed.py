@@ -18,7 +18,8 @@ from hyperion.experiments.baselines.language_training_speed import (
     _start,
     run,
 )
-from hyperion.experiments.baselines.plain_loops import CAPTURED, OURS, PLAIN, PairedLoops, StepGraph, with_weights_of
+from hyperion.experiments.baselines.paired_loops import CAPTURED, OURS, PLAIN, PairedLoops
+from hyperion.experiments.baselines.plain_loops import StepGraph, with_weights_of
 from hyperion.experiments.baselines.step_roof import least_traffic
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Row

@@ -9,7 +9,12 @@ import torch
 from hyperion.chapter import Context, variants
 from hyperion.chapter.context import Forecast, Result
 from hyperion.experiments.precision import precision_variants
-from hyperion.experiments.precision.precision_variants import EXPERIMENT, PrecisionVariantsOptions, train_variant, twins_of_variant
+from hyperion.experiments.precision.precision_variants import (
+    EXPERIMENT,
+    PrecisionVariantsOptions,
+    train_variant,
+    twins_of_variant,
+)
 from hyperion.hardware import detect
 from hyperion.workloads.twins import TWINS
 from hyperion.workloads.workloads import store_batches

@@ -11,16 +11,10 @@ import torch
 from hyperion.chapter import variants
 from hyperion.chapter.context import Context, Result
 from hyperion.errors import HyperionError
-from hyperion.experiments.scaling import scaling
-from hyperion.experiments.scaling.scaling import (
-    EXPOSED,
-    MODES,
-    ScalingOptions,
-    _difference_rows,
-    _exposed_row,
-    lm_config,
-    step_times,
-)
+from hyperion.experiments.scaling import rank_steps, scaling
+from hyperion.experiments.scaling.efficiency_forecast import flops_and_bytes
+from hyperion.experiments.scaling.scaled_training import MODES, ScalingOptions, lm_config
+from hyperion.experiments.scaling.scaling_rows import EXPOSED, _difference_rows, _exposed_row, step_times, workload_rows
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.clock.timing import device_clock
@@ -112,7 +106,7 @@ def test_images_are_counted_and_have_the_losses_of_one_rank_that_runs_the_parts_
 def test_the_prediction_for_images_counts_the_gradients_of_the_whole_network(tmp_path):
     context = toy_context("scaling", SIZES | {"workloads": [IMAGES | {"width": 64}]}, tmp_path)
     training = ScalingOptions.of(context).workloads[0]
-    flops, sent = scaling._flops_and_bytes(training, 4, "bf16")
+    flops, sent = flops_and_bytes(training, 4, "bf16")
     # 11,173,962 parameters; an all-reduce sends twice 3/4 of their float32 gradients. The network has 0.56 GFLOPs of
     # multiply-adds per image forward, and the backward pass has twice as many.
     assert sent == 2 * 3 / 4 * 4 * 11_173_962
@@ -131,7 +125,7 @@ def test_what_fsdp_keeps_gathered_is_gathered_once(tmp_path):
     total = sum(count.values())
     assert 0 < again < total
     # 3/4 of the bf16 parameters, of those of all blocks but the last twice, and of the float32 gradients.
-    assert scaling._flops_and_bytes(training, 4, "bf16")[1] == 3 / 4 * (2 * (total + again) + 4 * total)
+    assert flops_and_bytes(training, 4, "bf16")[1] == 3 / 4 * (2 * (total + again) + 4 * total)
 
 
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
@@ -139,9 +133,9 @@ def test_a_batch_is_divided_among_any_number_of_ranks(ranks, tmp_path):
     context = toy_context("scaling", SIZES, tmp_path)
     training = ScalingOptions.of(context).workloads[0]
     here = world()
-    parts = [scaling._batch(context, training, 8, 16, replace(here, rank=rank, size=ranks), 0)[0] for rank in range(ranks)]
+    parts = [rank_steps._batch(context, training, 8, 16, replace(here, rank=rank, size=ranks), 0)[0] for rank in range(ranks)]
     assert min(map(len, parts)) > 0
-    assert torch.equal(torch.cat(parts), scaling._batch(context, training, 8, 16, here, 0)[0])
+    assert torch.equal(torch.cat(parts), rank_steps._batch(context, training, 8, 16, here, 0)[0])
 
 
 @pytest.mark.parametrize(("machine", "exposed_ns"), [("H200", 60), ("cpu", 60)])
@@ -149,8 +143,8 @@ def test_only_communication_that_runs_alone_is_exposed(monkeypatch, machine, exp
     device = detect_cpu() if machine == "cpu" else detect(facts(machine))
     spans = [("nccl", 10, 90, COMMUNICATION), ("gemm", 0, 20, GEMM), ("adam", 40, 50, MEMORY), ("step", 0, 100, GAPS)]
     trace = Trace([Event(name, start, end, name, kind) for name, start, end, kind in spans], 0, 120, 2)
-    monkeypatch.setattr(scaling, "trace_steps", lambda step, data, device, steps: trace)
-    (found,) = scaling._traced(lambda: None, device, 2).to_dict("records")
+    monkeypatch.setattr(rank_steps, "trace_steps", lambda step, data, device, steps: trace)
+    (found,) = rank_steps._traced(lambda: None, device, 2).to_dict("records")
     assert (found["exposed_ns"], found["window_ns"], found["share"]) == (exposed_ns, 120, 0.5)
     assert found["busy_ns"] == 90  # from the start of the product to the end of the collective, without the gap after it
 
@@ -215,7 +209,7 @@ def rows_of_samples(tmp_path, own: pd.DataFrame, dtype: str = "fp32") -> list[Ro
     """The rows on one and on two ranks."""
     context = toy_context("scaling", SIZES, tmp_path)
     training = ScalingOptions.of(context).workloads[0]
-    return [row for ranks in (1, 2) for row in scaling._cells(context, dtype, training, own, ranks, "")]
+    return [row for ranks in (1, 2) for row in workload_rows(context, dtype, training, own, ranks, "")]
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank():
@@ -274,11 +268,11 @@ def test_on_one_gpu_a_step_is_profiled_too(monkeypatch, tmp_path, machine, kind,
     engine = SimpleNamespace(model=None, optimizer=None, train_step=print)
     traced = pd.DataFrame([{"kind": "traced", "busy_ns": 1}])
     for name, value in (("device_clock", clock), ("_engine", (engine, 1.0)), ("_batch", None), ("_traced", traced)):
-        monkeypatch.setattr(scaling, name, lambda *_, value=value: value)
+        monkeypatch.setattr(rank_steps, name, lambda *_, value=value: value)
     context = toy_context("scaling", SIZES, tmp_path)
     options = ScalingOptions.of(context)
-    precision = scaling.Precision("fp32", "test")
-    frames = scaling._mode_times(context, options, options.workloads[0], ["weak"], kind, world(), precision)
+    precision = rank_steps.Precision("fp32", "test")
+    frames = rank_steps._mode_times(context, options, options.workloads[0], ["weak"], kind, world(), precision)
     assert [frame["kind"].iloc[0] for frame in frames] == [kind, *["traced"] * profiled]
 
 
@@ -308,10 +302,10 @@ def test_on_one_gpu_the_busy_time_comes_from_the_samples_that_a_rank_takes(monke
 
 
 def test_on_one_device_no_losses_are_compared(monkeypatch, tmp_path):
-    monkeypatch.setattr(scaling, "_parity", lambda *_: pytest.fail("no other launch has losses to compare with"))
-    monkeypatch.setattr(scaling, "_timed", lambda *_: [pd.DataFrame({"kind": ["step"]})])
+    monkeypatch.setattr(rank_steps, "_parity", lambda *_: pytest.fail("no other launch has losses to compare with"))
+    monkeypatch.setattr(rank_steps, "_timed", lambda *_: [pd.DataFrame({"kind": ["step"]})])
     monkeypatch.setattr(ScalingOptions, "device_count", lambda options, context: 1)
-    result = scaling.measure_on_rank(toy_context("scaling", SIZES, tmp_path), lambda *_: None, ["language_ddp"])
+    result = rank_steps.measure_on_rank(toy_context("scaling", SIZES, tmp_path), lambda *_: None, ["language_ddp"])
     assert list(result.samples["kind"]) == ["step"]
 
 

@@ -70,6 +70,8 @@ def test_time_answers_in_words_as_a_row_and_as_a_picture():
     assert row.params == {"batch": 3, "cache": "hot"} and row.hot and row.limit_source.startswith("no limit")
     assert row.ci_low <= row.value <= row.ci_high
     assert is_drawn(answer.plot())
+    with pytest.raises(RowError, match="dtype is 'floaty', which is no known number format"):
+        answer.row(**PLACE, dtype="floaty")
 
 
 def test_a_row_takes_the_limit_it_is_given_and_refuses_to_beat_it():

@@ -7,8 +7,8 @@ import torch
 
 from hyperion import measure
 from hyperion.experiments.baselines import language_model
-from hyperion.experiments.scaling import scaling
-from hyperion.experiments.scaling.scaling import lora_model
+from hyperion.experiments.scaling import rank_steps
+from hyperion.experiments.scaling.scaled_training import ScaledTraining
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerLM, named_config
 from hyperion.processes import world
@@ -54,13 +54,13 @@ def test_the_limit_of_the_language_baseline_counts_half_of_attention(whole_and_a
 def test_the_limit_of_what_is_scaled_counts_half_of_attention(monkeypatch, model, whole_and_attention):
     context, options = SimpleNamespace(seed=0, device=CPU), SimpleNamespace(learning_rate=1e-3)
     # The plan of ranks needs a process group; FLOPs do not depend on it.
-    monkeypatch.setattr(scaling, "parallelize", lambda model, plan, here: model)
-    scaled = scaling.ScaledTraining("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
-    _, least = scaling._engine(context, options, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
+    monkeypatch.setattr(rank_steps, "parallelize", lambda model, plan, here: model)
+    scaled = ScaledTraining("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
+    _, least = rank_steps._engine(context, options, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
     if model == MODEL:
         whole, attention = whole_and_attention
         whole *= 3
     else:
-        whole = lora_model(model, VOCABULARY, LENGTH, CPU)[1].forward_backward
+        whole = rank_steps.lora_model(model, VOCABULARY, LENGTH, CPU)[1].forward_backward
         attention = 4 * 2 * LENGTH * 64  # two products of 2 FLOPs for each of two layers, 64 wide
     assert least == whole - 3 * attention / 2
