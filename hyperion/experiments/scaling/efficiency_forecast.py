@@ -27,14 +27,11 @@ def efficiency_forecast(context: Context, training: ScaledTraining, ranks: int, 
 
     The step time on several devices is the computation time plus the communication time that computation cannot hide.
     """
-    items = training.items("weak", ranks)
     gemm, busbw = context.best_gemm(dtype), _best_busbw(context)
     estimate, basis = None, "no estimate: this run has not measured products and collectives (chapters 1.1 and 1.3)"
-    if ranks == 1:
-        basis = "no estimate: this machine has one device"
-    elif gemm and gemm.value and busbw:
+    if gemm and gemm.value and busbw:
         flops, sent = flops_and_bytes(training, ranks, dtype)
-        computing = flops * items / ranks / (gemm.value * 1e12)
+        computing = flops * training.items("weak", ranks) / ranks / (gemm.value * 1e12)
         exchanging = sent / (busbw * 1e9)
         exposed = max(0.0, exchanging - _HIDING[training.strategy] * computing)
         estimate = computing / (computing + exposed)
@@ -42,8 +39,7 @@ def efficiency_forecast(context: Context, training: ScaledTraining, ranks: int, 
             f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB per rank at the "
             f"measured {busbw:.4g} GB/s take {exchanging * 1e3:.3g} ms, of which {exposed * 1e3:.3g} ms cannot be hidden"
         )
-    params = training.params("weak", ranks) | {f"{training.item}s": items}
-    return Forecast(training.name, "scaling_efficiency", estimate, basis, dtype=dtype, params=params)
+    return Forecast(training.name, "scaling_efficiency", estimate, basis, dtype=dtype, params=training.params("weak", ranks))
 
 
 def flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[float, float]:

@@ -7,6 +7,7 @@ The samples of all ranks form one table. Its columns `workload`, `ranks`, `rank`
     step            `time_s` of a step on all ranks, with its scaling mode, `items` and `least_flops`
     alone           the same, of a step that each rank runs without communication
     traced          times of the profiled steps, in nanoseconds (see `_traced`)
+    not traced      the reason why the profiler gave no times
     missing         the reason why a scaling mode was not measured
 """
 
@@ -20,6 +21,7 @@ import torch
 from hyperion.chapter.context import Context, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.data.images.imageset import CLASS_COUNT
+from hyperion.errors import HyperionError
 from hyperion.experiments.scaling.scaled_training import MODES, ScaledTraining, ScalingOptions, lm_config
 from hyperion.hardware import Device
 from hyperion.hardware.cpu import read_cpu
@@ -165,7 +167,10 @@ def _traced(step: Callable[[], object], device: Device, steps: int) -> pd.DataFr
     whole time. A rank only communicates during times in which no kernels run except those of collectives. If this rank is ahead
     of the others, the time in which it waits for them counts, too.
     """
-    trace = trace_steps(step, None, device, steps)
+    try:
+        trace = trace_steps(step, None, device, steps)
+    except HyperionError as error:  # the profiler may lack a permission; all ranks have run the same steps
+        return pd.DataFrame([{"kind": "not traced", "index": 0, "reason": error.what}])
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
     parts = partition(trace.events, trace.start_ns, trace.end_ns, order)
     exposed, window = parts[COMMUNICATION], trace.end_ns - trace.start_ns

@@ -57,8 +57,9 @@ class ScaledTraining:
         return "llama" in self.model
 
     def params(self, mode: str, ranks: int) -> dict:
-        """Return the params that the rows of a scaling mode on `ranks` devices have in common with their prediction."""
-        return {"model": self.model, "strategy": self.strategy, "mode": mode, "ranks": ranks}
+        """Return the params of the rows of a scaling mode on `ranks` devices, and of their prediction."""
+        step = {f"{self.item}s": self.items(mode, ranks)}
+        return {"model": self.model, "strategy": self.strategy, "mode": mode, "ranks": ranks} | step
 
     def batch(self, mode: str, ranks: int) -> int:
         """Return the number of sequences or images in a step, summed over all ranks."""

@@ -25,7 +25,7 @@ LAUNCH_FAILED = "the launch failed"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Predict the weak-scaling efficiency on all devices.
+    """Predict the weak-scaling efficiency on all devices. On one device there is none, so the prediction has no value.
 
     The prediction is computed from the bytes that each rank sends, and from the compute and communication rates that chapters 1.1
     and 1.3 measured.
@@ -33,7 +33,14 @@ def forecast(context: Context) -> list[Forecast]:
     options = ScalingOptions.of(context)
     devices, dtype = options.device_count(context), options.dtype(context)
     ranks = max(count for count in options.counts if count <= devices)
-    return [efficiency_forecast(context, training, ranks, dtype) for training in options.workloads]
+    if ranks > 1:
+        return [efficiency_forecast(context, training, ranks, dtype) for training in options.workloads]
+    basis = f"no estimate: {_this_machine_has(devices)}"
+    return [
+        Forecast(training.name, "scaling_efficiency", None, basis, dtype=dtype, params=training.params("weak", count))
+        for training in options.workloads
+        for count in options.counts[1:2]
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -66,7 +73,7 @@ def _launch(
     names = [training.name for training in options.workloads]
     devices = options.device_count(context)
     if ranks > devices:
-        return [], {(name, ranks): f"this machine has {devices} devices" for name in names}
+        return [], {(name, ranks): _this_machine_has(devices) for name in names}
     try:
         results = run_on_ranks(context, report, measure_on_rank, {"names": names}, ranks=ranks)
         return [merged(results).samples], {}
@@ -82,6 +89,10 @@ def _launch(
             _raise_if_interrupted(error)
             missing[name, ranks] = f"{LAUNCH_FAILED}: {error.what.splitlines()[0]}"
     return samples, missing
+
+
+def _this_machine_has(devices: int) -> str:
+    return "this machine has one device" if devices == 1 else f"this machine has {devices} devices"
 
 
 def _raise_if_interrupted(error: JobError) -> None:

@@ -42,8 +42,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
         return [_absent_efficiency(context, dtype, training, mode, ranks, why)]
     step = median_estimate(times)
     facts = own.query("ranks == @ranks and mode == @mode and kind == 'step'").iloc[0]
-    items = int(facts["items"])
-    params = training.params(mode, ranks) | {f"{training.item}s": items}
+    items, params = int(facts["items"]), training.params(mode, ranks)
     floor, source = flops_floor(context.device, dtype, float(facts["least_flops"]) / ranks)
     rate = step.map(lambda seconds: items / seconds)
     best = None if floor is None else items / floor
@@ -109,10 +108,12 @@ def _busy_rows(
     """
     if context.device.kind == "cpu":
         return []
+    about, source = params | BUSY_GPU, "the GPU is busy during the whole step"
     traced = _profiled(own, params)
+    if isinstance(traced, str):
+        return [context.absent_row(training.name, "share", traced, dtype=dtype, params=about)]
     busy_s = traced["busy_ns"] / traced["steps"] / 1e9
     share = min(float(np.mean(busy_s)) / not_none(step.value), 1.0)
-    about, source = params | BUSY_GPU, "the GPU is busy during the whole step"
     columns = {"n": int(np.max(traced["steps"])), "limit": 1.0, "limit_source": source}
     return [context.row(training.name, "share", share, dtype=dtype, params=about, **columns)]
 
@@ -124,16 +125,21 @@ def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd
     """
     about = params | {"what": EXPOSED, "of": "profiled step, mean of the ranks"}
     traced = _profiled(own, params)
-    if traced.empty:
-        return context.absent_row(training.name, "share", "no step was profiled", dtype=dtype, params=about)
+    if isinstance(traced, str):
+        return context.absent_row(training.name, "share", traced, dtype=dtype, params=about)
     return context.row(
         training.name, "share", float(np.mean(traced["share"])), dtype=dtype, params=about, n=int(np.max(traced["steps"]))
     )
 
 
-def _profiled(own: pd.DataFrame, params: dict) -> pd.DataFrame:
-    """Return the samples of the profiled steps of one workload, one for each rank."""
-    return own.query("kind == 'traced' and ranks == @params['ranks'] and mode == @params['mode']")
+def _profiled(own: pd.DataFrame, params: dict) -> pd.DataFrame | str:
+    """Return the samples of the profiled steps of one workload, one for each rank, or the reason why a rank has none."""
+    step = own.query("ranks == @params['ranks'] and mode == @params['mode']")
+    reasons = step.query("kind == 'not traced'")
+    if len(reasons):
+        return reasons.iloc[0]["reason"]
+    traced = step.query("kind == 'traced'")
+    return "no step was profiled" if traced.empty else traced
 
 
 def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> np.ndarray:

@@ -276,29 +276,59 @@ def test_on_one_gpu_a_step_is_profiled_too(monkeypatch, tmp_path, machine, kind,
     assert [frame["kind"].iloc[0] for frame in frames] == [kind, *["traced"] * profiled]
 
 
-@pytest.mark.slow
-def test_on_one_gpu_the_busy_time_comes_from_the_samples_that_a_rank_takes(monkeypatch, tmp_path):
-    # A CPU that claims to be a GPU: the steps are real, and their trace is not.
+@pytest.fixture
+def on_one_gpu(monkeypatch, tmp_path):
+    """A function that runs the experiment on a CPU that claims to be a GPU: the steps are real, and their trace is not.
+
+    Its argument returns the trace of a number of steps. The result is a pair: (forecasts, rows).
+    """
     cpu = detect_cpu()
-
-    def trace(step, data, device, steps):
-        step()
-        return Trace([Event("gemm", 0, 1000 * steps, 7, GEMM)], 0, 10_000 * steps, steps)  # 1 us for each step
-
     monkeypatch.setattr(Context, "device", replace(cpu, kind="cuda", arch="sm_90"))
-    monkeypatch.setattr(scaling, "device_clock", lambda _: device_clock(cpu))
-    monkeypatch.setattr(scaling, "trace_steps", trace)
+    monkeypatch.setattr(rank_steps, "device_clock", lambda _: device_clock(cpu))
     monkeypatch.setattr(ScalingOptions, "device_count", lambda *_: 1)
     monkeypatch.setattr(
         scaling, "run_on_ranks", lambda context, report, function, params, ranks: [function(context, report, **params)]
     )
-    with process_group(backend="gloo"):
-        result = perform(toy_context("scaling", SIZES, tmp_path), tmp_path)
-    busy = {row.variant: row for row in result.rows if BUSY_GPU.items() <= row.params.items()}
-    times = {row.variant: row for row in result.rows if row.metric == "step_time_s"}
+
+    def run(trace):
+        monkeypatch.setattr(rank_steps, "trace_steps", lambda step, data, device, steps: (step(), trace(steps))[1])
+        context = toy_context("scaling", SIZES, tmp_path)
+        with process_group(backend="gloo"):
+            return scaling.forecast(context), perform(context, tmp_path).rows
+
+    return run
+
+
+def busy_and_times(rows):
+    busy = {row.variant: row for row in rows if BUSY_GPU.items() <= row.params.items()}
+    times = {row.variant: row for row in rows if row.metric == "step_time_s"}
     assert set(busy) == set(times) == {"language_ddp", "language_fsdp"}
+    return busy, times
+
+
+@pytest.mark.slow
+def test_on_one_gpu_the_busy_time_comes_from_the_samples_that_a_rank_takes(on_one_gpu):
+    def trace(steps):  # 1 us for each step
+        return Trace([Event("gemm", 0, 1000 * steps, 7, GEMM)], 0, 10_000 * steps, steps)
+
+    forecasts, rows = on_one_gpu(trace)
+    busy, times = busy_and_times(rows)
     for name, row in busy.items():
         assert row.value == pytest.approx(1e-6 / times[name].value) and row.params == times[name].params | BUSY_GPU
+    # Without another device there is no efficiency to predict, and the row of two devices says so, too.
+    found = {(row.variant, tuple(row.params.items())): row.value_reason for row in rows if row.metric == "scaling_efficiency"}
+    assert {found[one.variant, tuple(one.params.items())] for one in forecasts} == {"this machine has one device"}
+    assert {(one.estimate, one.basis) for one in forecasts} == {(None, "no estimate: this machine has one device")}
+
+
+@pytest.mark.slow
+def test_a_profiler_without_permission_costs_the_busy_time_and_nothing_else(on_one_gpu):
+    def trace(steps):
+        raise HyperionError("the profiler recorded no kernel on the GPU")
+
+    busy, times = busy_and_times(on_one_gpu(trace)[1])
+    assert {(row.value, row.value_reason) for row in busy.values()} == {(None, "the profiler recorded no kernel on the GPU")}
+    assert all(row.value > 0 for row in times.values())
 
 
 def test_on_one_device_no_losses_are_compared(monkeypatch, tmp_path):
