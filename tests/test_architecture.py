@@ -155,9 +155,18 @@ def test_results_and_book_know_no_torch():
             assert not any(name.split(".")[0] == "torch" for name in names), path
 
 
-@pytest.mark.parametrize(("module", "refused"), [("hyperion.training", "pandas"), ("hyperion.doctor.probes", "hyperion.measure")])
+_METRICS = [name for name in MODULES if name.startswith("hyperion.experiments.") and name.endswith(".metrics")]
+
+
+@pytest.mark.parametrize(
+    ("module", "refused"),
+    [("hyperion.training", "pandas"), ("hyperion.doctor.probes", "hyperion.measure"), *((name, "torch") for name in _METRICS)],
+)
 def test_what_processes_import_at_their_start_loads_no_slow_package(module, refused):
-    """A rank that trains would load pandas for most of a second, and a worker of the doctor the measurements for two seconds."""
+    """A rank that trains would load pandas for most of a second, and a worker of the doctor the measurements for two seconds.
+
+    Commands that only read runs would load torch for three seconds: they import the metrics of all subjects.
+    """
     found, waiting = set(), [module, module.rpartition(".")[0]]  # Python imports the package first
     while waiting:
         name = waiting.pop()

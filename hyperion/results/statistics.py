@@ -80,7 +80,7 @@ def bootstrap_median(samples: ArrayLike, seed: int = 0) -> Estimate:
     """
     values = _finite(samples)
     # Shape (RESAMPLES, n): one row is one resample with replacement.
-    medians = np.median(values[_resampled(len(values), seed)], axis=1)
+    medians = _medians(values[_resampled(len(values), seed)])
     return _estimate(float(np.median(values)), medians, len(values))
 
 
@@ -133,7 +133,7 @@ def ratio_estimate(times_a: ArrayLike, times_b: ArrayLike, seed: int = 0) -> Est
     if len(a) != len(b):
         raise ValueError(f"{len(a)} samples of A and {len(b)} of B: an interleaved run has the same number of both")
     picks = _resampled(len(a), seed)
-    ratios = np.median(b[picks], axis=1) / np.median(a[picks], axis=1)
+    ratios = _medians(b[picks]) / _medians(a[picks])
     return _estimate(float(np.median(b) / np.median(a)), ratios, len(a))
 
 
@@ -144,9 +144,9 @@ def independent_ratio_estimate(times_a: ArrayLike, times_b: ArrayLike, seed: int
     one variant is faster, use interleaved samples and `ratio_estimate`.
     """
     a, b = _finite(times_a), _finite(times_b)
-    medians_a = np.median(a[_resampled(len(a), seed)], axis=1)
+    medians_a = _medians(a[_resampled(len(a), seed)])
     # B needs another seed. With the same seed, both series would be resampled at the same positions, as if they were pairs.
-    medians_b = np.median(b[_resampled(len(b), seed + 1)], axis=1)
+    medians_b = _medians(b[_resampled(len(b), seed + 1)])
     return _estimate(float(np.median(b) / np.median(a)), medians_b / medians_a, min(len(a), len(b)))
 
 
@@ -163,7 +163,7 @@ def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequ
     series = [_finite(samples) for samples in series]
     # The point estimate uses the medians of all samples. The resamples only give its interval.
     values = function(np.array([np.median(samples) for samples in series]))
-    drawn = [np.median(s[_resampled(len(s), seed + i)], axis=1) for i, s in enumerate(series)]
+    drawn = [_medians(s[_resampled(len(s), seed + i)]) for i, s in enumerate(series)]
     outcomes = np.array([function(medians) for medians in np.transpose(drawn)])
     n = min(len(samples) for samples in series)
     return [_estimate(float(value), outcomes[:, place], n) for place, value in enumerate(values)]
@@ -213,7 +213,7 @@ def launches_estimate(values: Sequence[float], intervals: Sequence[tuple[float |
     picks = _resampled(len(launches), seed)
     # The errors within launches need random numbers that are independent of the choice of launches.
     drawn = drawn_from[picks] + np.random.default_rng(seed + 1).standard_normal(picks.shape) * deviations[picks]
-    medians = np.median(np.exp(drawn) if positive else drawn, axis=1)
+    medians = _medians(np.exp(drawn) if positive else drawn)
     estimate = _estimate(float(np.median(launches)), medians, len(launches))
     if not LEAST_LAUNCHES <= len(launches) < LEAST_FOR_THE_BOOTSTRAP:
         return estimate
@@ -246,6 +246,17 @@ def _estimate(value: float, resampled: np.ndarray, n: int) -> Estimate:
 
 def _resampled(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+
+
+def _medians(resamples: np.ndarray) -> np.ndarray:
+    """Return the median of each row, and reorder the rows. All values must be numbers.
+
+    The results have the bits of `np.median`, which takes three times as long: it also searches for NaN, and copies the array.
+    """
+    middle = resamples.shape[1] // 2
+    resamples.partition(middle, axis=1)
+    upper = resamples[:, middle]
+    return upper.copy() if resamples.shape[1] % 2 else (resamples[:, :middle].max(axis=1) + upper) / 2
 
 
 def _finite(samples: ArrayLike) -> np.ndarray:

@@ -16,11 +16,10 @@ from hyperion.measure import Timing, time_function
 from hyperion.measure.clock.clocks import WallClock
 from hyperion.results import Row
 from hyperion.results.statistics import LEAST_FOR_AN_INTERVAL
-from hyperion.workloads.percentiles import percentile, samples_needed
+from hyperion.workloads.percentiles import LATENCIES, percentile, samples_needed
 
 Call = Callable[[], object]
 BEST_BATCH = "best batch"  # role of the rate that is measured again after the search
-LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}  # metric of each percentile
 
 
 @dataclass(frozen=True)

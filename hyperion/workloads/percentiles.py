@@ -17,6 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.results import Estimate, nearest_rank
 
 CONFIDENCE = 0.95
+LATENCIES = {0.5: "latency_p50_s", 0.95: "latency_p95_s", 0.99: "latency_p99_s"}  # metric of each percentile
 
 
 def samples_needed(share: float) -> int:

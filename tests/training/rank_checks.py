@@ -53,7 +53,7 @@ from hyperion.training.rank_data import require_own_parts
 from tests.training.small import STEPS, TOKENS, DropoutLM, Slow, small_validation
 
 SAVED_AT, NEXT = 9, 5
-PLAN = TrainingPlan(steps=STEPS, checkpoint_every=3)
+PLAN = TrainingPlan(steps=STEPS, checkpoint_every=SAVED_AT)
 UNSAVED = TrainingPlan(steps=STEPS)
 
 

@@ -1,7 +1,7 @@
 """Metrics of runtimes. `perplexity_ratio` and the latencies are also metrics of quantised weights."""
 
 from hyperion.results import Metric
-from hyperion.workloads.batch_times import LATENCIES
+from hyperion.workloads.percentiles import LATENCIES
 
 METRICS = (
     *(

@@ -55,8 +55,9 @@ from hyperion.measure.steps.profiled import device_seconds
 from hyperion.processes.job import JobError
 from hyperion.results import Estimate, Row
 from hyperion.results.rows import UNEXPECTED
-from hyperion.workloads.batch_times import BEST_BATCH, LATENCIES, BatchTimes, batch_of, second_call_s
+from hyperion.workloads.batch_times import BEST_BATCH, BatchTimes, batch_of, second_call_s
 from hyperion.workloads.datasets import IMAGES, TEXT
+from hyperion.workloads.percentiles import LATENCIES
 from hyperion.workloads.quality import change_of_quality
 from hyperion.workloads.trained_models import (
     CLASSIFIER,

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, schedule
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import state_of
 from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimeline
+from hyperion.measure.steps.profiled import TraceProfiler
 from hyperion.measure.steps.trace import cpu_events, gpu_events
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
@@ -156,7 +157,7 @@ def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path
     # The GPU tracer takes seconds to start. It starts in the warm-up step, which is not part of the trace.
     steps = schedule(wait=0, warmup=1, active=_TRACED_STEPS, repeat=1)
     ready = methodcaller("export_chrome_trace", str(folder / TRACE))
-    with profile(activities=activities, schedule=steps, on_trace_ready=ready, acc_events=True) as profiler:
+    with TraceProfiler(activities, schedule=steps, on_trace_ready=ready) as profiler:
         for _ in range(1 + _TRACED_STEPS):
             engine.train_step(batch)
             if device.kind != "cpu":

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyperion.hardware import Device
+from hyperion.measure.steps.profiled import TraceProfiler
 from hyperion.units import GIB
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -241,7 +242,7 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
         call()
         torch.cuda.synchronize(device.torch_device)
         return torch.cuda.max_memory_allocated(device.torch_device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
+    with TraceProfiler([ProfilerActivity.CPU], profile_memory=True) as watch:
         call()
     # Memory events have positive sizes for allocations and negative sizes for releases.
     level = peak = standing_bytes

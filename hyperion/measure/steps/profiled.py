@@ -1,6 +1,7 @@
-"""One call under PyTorch's profiler."""
+"""One call under PyTorch's profiler, and a profiler whose trace is only exported."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,6 +9,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
+
+
+class TraceProfiler(profile):
+    """PyTorch's profiler for callers that export its trace or read the raw events, and never call `events`.
+
+    With `acc_events=True`, the profiler makes a Python object of each record when it stops, which takes longer than the profiled
+    steps. Without it, some versions of PyTorch warn that only the last cycle is kept. Here, a profiler has only one cycle.
+    """
+
+    def __init__(self, activities: Iterable[ProfilerActivity], **options: Any):
+        super().__init__(activities=activities, acc_events=False, **options)
+
+    def prepare_trace(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            super().prepare_trace()
 
 
 def profiled(call: Callable[[], object], device: Device) -> profile:

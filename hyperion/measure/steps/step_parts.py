@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
+from hyperion.measure.steps.profiled import TraceProfiler
 from hyperion.measure.steps.trace import (
     COMMUNICATION,
     GAPS,
@@ -139,7 +140,7 @@ class StepTracer:
         self._gpu, self._index = device.kind != "cpu", torch.device(device.torch_device).index
         self._steps = steps
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._gpu else [])
-        self._profiler = profile(activities=activities, acc_events=True)
+        self._profiler = TraceProfiler(activities)
         self._ended, self._running = 0, False
         self._marked_s: list[tuple[float, float]] = []  # times before and after each mark
 

@@ -6,6 +6,7 @@ nanoseconds, so the parts of a step add up exactly.
 """
 
 import contextlib
+import functools
 import json
 import re
 import tempfile
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.clocks import device_clock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.clock.verify import Verification
+from hyperion.measure.steps.profiled import TraceProfiler
 
 UNEXPLAINED = "unexplained"
 PHASE_TOLERANCE = 0.05
@@ -105,7 +107,8 @@ def _cut(events: list[Event]) -> list[Event]:
     def give_to_last(until: int) -> None:
         nonlocal covered
         if covered < until:
-            pieces.append(replace(open_events[-1], start_ns=covered, end_ns=until))
+            last = open_events[-1]
+            pieces.append(Event(last.name, covered, until, last.stream, last.kind))
             covered = until
 
     def close_all_before(moment: float) -> None:
@@ -200,10 +203,10 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
             run_step(step, data, record_function)
         wait()
 
-    with profile(activities=activities, acc_events=True):
+    with TraceProfiler(activities):
         some(1)  # the first start of the GPU tracer takes seconds
     wait()
-    with profile(activities=activities, acc_events=True) as profiler:
+    with TraceProfiler(activities) as profiler:
         for _ in range(_WINDOWS):
             with record_function(_WINDOW):
                 some(steps)
@@ -259,6 +262,7 @@ def kernel_kind(name: str) -> str:
     return GEMM if _PRODUCT.search(name) else MEMORY
 
 
+@functools.cache  # all steps and layers call the same operators
 def operator_kind(name: str) -> str:
     """Return the kind of a CPU operator, derived from its name. The work of autograd between operators counts as launch gap."""
     if _COLLECTIVE.search(name):

@@ -164,7 +164,7 @@ def test_an_interruption_of_one_window_is_in_no_trace(cpu, interrupted, monkeypa
     class Profile:
         """A profiler whose windows last 10 and 11 ms, and the interrupted one 60 ms."""
 
-        def __init__(self, **options): ...
+        def __init__(self, activities): ...
 
         def __enter__(self):
             return self
@@ -179,7 +179,7 @@ def test_an_interruption_of_one_window_is_in_no_trace(cpu, interrupted, monkeypa
             events = [window | {"ts": n * 1e5, "dur": ms * 1e3} for n, ms in zip(starts, durations_ms, strict=True)]
             Path(path).write_text(json.dumps({"traceEvents": events}))
 
-    monkeypatch.setattr(trace, "profile", Profile)
+    monkeypatch.setattr(trace, "TraceProfiler", Profile)
     calls = []
     traced = trace.trace_steps(lambda: calls.append(None), None, cpu, 2)
     assert traced.end_ns - traced.start_ns == 11_000_000 and traced.steps == 2
