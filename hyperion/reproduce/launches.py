@@ -15,7 +15,7 @@ from hyperion.hardware import detect
 from hyperion.paths import project_root, reference_folder
 from hyperion.processes import Job, run_job
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.publishing import require_no_machine_paths, require_unused, room_for, staged_reference
+from hyperion.reproduce.publishing import require_no_machine_paths, require_unused, room_for, staged_reference, stored_size
 from hyperion.reproduce.runs import claimed_launch
 from hyperion.results import Run, is_run
 from hyperion.results.store import ENVIRONMENTS, EXPERIMENTS, PREDICTIONS, ROWS, RUN, checked_name
@@ -147,7 +147,7 @@ def publish_launches(launches: Iterable[Path], name: str, folder: Path | None = 
                 where=target,
                 next_step="remove one of them",
             )
-    room_for(sum(len(content) for files in contents.values() for content in files.values()), folder, target)
+    room_for(sum(stored_size(content) for files in contents.values() for content in files.values()), folder, target)
     with staged_reference(target) as staged:
         for number, files in contents.items():
             Run(staged / number).write(files)

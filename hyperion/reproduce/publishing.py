@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import traceback
+import zlib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,13 +39,14 @@ from hyperion.results.store import checked_name
 if TYPE_CHECKING:
     from nbconvert import HTMLExporter
 
-# Limit on the total size of all references, because results/reference/ is in git.
-LARGEST_BYTES = 40_000_000
+# Limit on the total size of all references as git stores them, which is what each clone downloads.
+LARGEST_BYTES = 25_000_000
 _PAGES = "notebooks/"
 # A link to a notebook, as in "Before: [2.7 Compilation](07_compilation_optimization.ipynb)", or to the page of a notebook.
 _NOTEBOOK_LINK = re.compile(rb'<a href="(?:[^":]*/)?(\d\d_[^":/]+)\.(?:ipynb|html)"[^>]*>(.*?)</a>', re.DOTALL)
-# The report and the JSON tables are not copied, because they can be regenerated from the rows. README.md shows the pictures.
-_REBUILT = ("report.html", "benchmarks/*.json")
+# The report and the tables of each experiment are not copied, because they can be regenerated from the rows. README.md shows
+# the pictures.
+_REBUILT = ("report.html", "benchmarks/*.json", "benchmarks/*.csv")
 _INLINE_PICTURE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\n]+)")
 ABSOLUTE_PATH = re.compile(
     r"(?<![\w.:/~$%-])/(?:home|root|Users|tmp|work|workspace|scratch|mnt|media|srv|var|opt|data|gpfs|lustre|lus|ccs|project|"
@@ -390,10 +392,15 @@ def _require_own_results(run: Run) -> None:
         raise HyperionError("this run has no rows", where=run.folder, next_step="measure first: hyperion reproduce")
 
 
+def stored_size(content: bytes) -> int:
+    """Return the size in bytes of a file as git stores it, compressed by zlib."""
+    return len(zlib.compress(content))
+
+
 def room_for(size: int, folder: Path, target: Path) -> int:
     """Return the number of bytes that can still be added to the references after files of `size` bytes are added.
 
-    The total size of all references is limited.
+    The total size of all references is limited. All sizes are those of `stored_size`.
 
     Args:
         size: total size in bytes of the files that cannot be omitted.
@@ -404,7 +411,7 @@ def room_for(size: int, folder: Path, target: Path) -> int:
         HyperionError: the files exceed the limit.
     """
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(target))
-    room = LARGEST_BYTES - sum(path.stat().st_size for path in files) - size
+    room = LARGEST_BYTES - sum(stored_size(path.read_bytes()) for path in files) - size
     if room < 0:
         raise HyperionError(
             f"results/reference/ would be {-room / 1e6:.1f} MB larger than its limit of {LARGEST_BYTES / 1e6:.0f} MB",
@@ -436,12 +443,12 @@ def _choose_files(
     for name in (name for name in names if name.startswith(_PAGES)):
         contents[name] = _link_pictures(name, contents[name], files)
     # Sort by size, so that as many pages as possible fit.
-    pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: len(contents[name]))
-    size = sum(len(content) for name, content in contents.items() if name not in pages)
+    pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: stored_size(contents[name]))
+    size = sum(stored_size(content) for name, content in contents.items() if name not in pages)
     room = room_for(size, folder, target)
     left_out = []
     for name in pages:
-        room -= len(contents[name])
+        room -= stored_size(contents[name])
         if room < 0:
             left_out.append(name)
             del contents[name]
