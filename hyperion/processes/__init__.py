@@ -1,4 +1,4 @@
-"""Run jobs in fresh worker processes and on ranks under torchrun, create process groups, and detect hangs.
+"""Run jobs in worker processes and on ranks under torchrun, create process groups, and detect hangs.
 
 Names that need torch are imported at their first use, so that a launcher or a worker without ranks starts without importing
 torch. No submodule may have the same name as a function of this package, because importing the submodule would replace the

@@ -1,4 +1,4 @@
-"""Run functions as jobs. A job runs in a fresh process with its own memory, settings and exit code.
+"""Run functions as jobs. A job runs in a process of its own, with its own memory, settings and exit code.
 
 The launcher is the process that starts the job, and the worker is the process that runs it. The launcher streams the output
 of the worker, enforces a timeout, and raises the worker's error. The worker ends when its launcher ends.
@@ -21,7 +21,8 @@ from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.garbage import imports_only
-from hyperion.processes.child_process import GRACE_S, child_environment, start
+from hyperion.processes.child_process import GRACE_S, child_environment
+from hyperion.processes.fork_server import ForkedWorker, start_worker
 
 # Exit code of a worker that received SIGTERM, saved its state, and can be started again. The value is EX_TEMPFAIL in
 # <sysexits.h>.
@@ -122,7 +123,7 @@ def run_job(
     on_line: Callable[[str], object] = print,
     on_progress: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> dict:
-    """Run a job in a fresh process, and return the result of its function. The process inherits the environment.
+    """Run a job in a process of its own, and return the result of its function. The process inherits the environment.
 
     Args:
         job: the job. Its field `ranks` must be None.
@@ -142,9 +143,9 @@ def run_job(
         )
     with tempfile.TemporaryDirectory(prefix="hyperion-job-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        request.write_text(json.dumps(job.request() | {"launcher": os.getpid()}), "utf-8")
+        request.write_text(json.dumps(job.request()), "utf-8")
         output = OutputHandler(on_line, on_progress)
-        worker = start(job.python, "hyperion.processes.worker", ["job", str(request), str(answer)], child_environment())
+        worker = start_worker(job.python, ["job", str(request), str(answer)], child_environment())
         try:
             timed_out = _stream(worker, job.timeout_s, output)
         finally:
@@ -200,7 +201,7 @@ def last_lines(log: str) -> str:
     return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(noise)][-_LAST_LINES:])
 
 
-def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandler) -> bool:
+def _stream(worker: subprocess.Popen[str] | ForkedWorker, timeout_s: float, output: OutputHandler) -> bool:
     """Handle the output of the worker until the worker ends. Return True if the worker exceeded its timeout."""
     timed_out = threading.Event()
 
@@ -224,7 +225,7 @@ def _stream(worker: subprocess.Popen[str], timeout_s: float, output: OutputHandl
     return timed_out.is_set()
 
 
-def _lines_until_the_end(worker: subprocess.Popen[str]) -> Iterator[str]:
+def _lines_until_the_end(worker: subprocess.Popen[str] | ForkedWorker) -> Iterator[str]:
     """Yield the lines that a worker prints, until the worker has ended.
 
     The end of the pipe would be too late: a process that the worker has started may keep the pipe open.
@@ -248,7 +249,7 @@ def _lines_until_the_end(worker: subprocess.Popen[str]) -> Iterator[str]:
         yield rest
 
 
-def _end(worker: subprocess.Popen[str]) -> None:
+def _end(worker: subprocess.Popen[str] | ForkedWorker) -> None:
     """End the worker if it is still running. This happens, for example, if the launcher was interrupted.
 
     The worker has `GRACE_S` seconds to save its state.
@@ -270,7 +271,7 @@ def _worker_error(answer: Path, code: int) -> JobError:
     return JobError(error["what"], where=error["where"], next_step=error["next_step"], exit_code=code)
 
 
-def _exit_error(job: Job, worker: subprocess.Popen[str], lines: list[str]) -> JobError:
+def _exit_error(job: Job, worker: subprocess.Popen[str] | ForkedWorker, lines: list[str]) -> JobError:
     """Return the error for a worker that wrote no answer. It contains the exit code or signal, and the last lines of the log."""
     code = worker.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

@@ -1,4 +1,4 @@
-"""The rank agent runs torchrun or mpirun on one node: `python -m hyperion.processes.rank_agent FOLDER`.
+"""The rank agent runs torchrun or mpirun on one node. It is a worker process of the kind "agent".
 
 The agent calls torch.distributed.run, or starts mpirun. In addition, it does three things:
 
@@ -34,17 +34,23 @@ from hyperion.processes.child_process import (
     pin_to_cores,
     start,
 )
+from hyperion.processes.fork_server import ForkedWorker, start_worker
 from hyperion.processes.mpi import mpirun_settings, rank_exit_codes
 from hyperion.processes.ranks import JobFolder, read_json, torchrun_log, write_json
 
 _POLL_S = 0.1
 
 
-def main(folder: str) -> None:
-    """Run the ranks of the job in this folder. The exit code is 0 if all ranks succeeded."""
+def main(folder: str, parent: int) -> None:
+    """Run the ranks of the job in this folder. The exit code is 0 if all ranks succeeded.
+
+    Args:
+        folder: folder for the files that the processes of the job exchange.
+        parent: process ID of the parent, with which this process ends.
+    """
     files = JobFolder(Path(folder))
     request = read_json(files.request)
-    die_with(request["launcher"])
+    die_with(parent)
     pin_to_cores()
     try:
         require_module(request["entry"].partition(":")[0])
@@ -118,12 +124,12 @@ class _Ranks:
 
     def __init__(self):
         self.processes: list[psutil.Process] = []
-        self._handles: dict[int, Popen[str]] = {}
+        self._handles: dict[int, Popen[str] | ForkedWorker] = {}
 
-    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> Popen[str]:
-        """Start a rank with torchrun's command, `python -u -m module arguments`."""
-        module, *arguments = command[command.index("-m") + 1 :]
-        process = start(command[0], module, arguments, environment, stdout=sys.stdout, new_session=True)
+    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> Popen[str] | ForkedWorker:
+        """Start a rank with torchrun's command, `python -u -m hyperion.processes.worker arguments`."""
+        arguments = list(command[command.index("-m") + 2 :])
+        process = start_worker(command[0], arguments, environment, stdout=sys.stdout, new_session=True)
         self._handles[int(environment["RANK"])] = process
         with contextlib.suppress(psutil.NoSuchProcess):
             self.processes.append(psutil.Process(process.pid))
@@ -179,7 +185,6 @@ def arguments(request: dict, folder: str) -> list[str]:
         "hyperion.processes.worker",
         "rank",
         folder,
-        str(os.getpid()),
     ]
 
 
@@ -195,7 +200,3 @@ def require_module(module: str) -> None:
             where="function of a job",
             next_step=f"add its folder to PYTHONPATH, so that {sys.executable} finds it",
         )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 
 from hyperion.hardware.cpu import read_cpu
-from hyperion.processes.child_process import GRACE_S, child_environment, is_alive, kill_session, start
+from hyperion.processes.child_process import GRACE_S, child_environment, is_alive, kill_session
+from hyperion.processes.fork_server import ForkedWorker, start_worker
 from hyperion.processes.job import INTERRUPTED, Job, JobError, OutputHandler, last_lines
 from hyperion.processes.rank_errors import (
     RankError,
@@ -115,7 +116,7 @@ class Torchrun:
     def __init__(self, job: Job, folder: Path, logs: Path, output: OutputHandler):
         self.job, self.files, self.logs, self.output = job, JobFolder(folder), logs, output
         self.ranks: dict[int, psutil.Process] = {}
-        self.agent: Popen[str] | None = None
+        self.agent: Popen[str] | ForkedWorker | None = None
         self._killed: set[int] = set()
         self._failed_first: set[int] = set()
         self._failed_at = float("inf")
@@ -131,10 +132,9 @@ class Torchrun:
         """Start torchrun, and return immediately. torchrun starts the ranks within seconds."""
         write_json(self.files.request, self.job.request() | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(torchrun_log(self.logs), "w", encoding="utf-8") as log:
-            self.agent = start(
+            self.agent = start_worker(
                 self.job.python,
-                "hyperion.processes.rank_agent",
-                [str(self.files.folder)],
+                ["agent", str(self.files.folder)],
                 child_environment(),
                 stdout=log,
                 # torchrun has its own session, so that Ctrl-C reaches only the launcher, which then ends the job cleanly.

@@ -1,7 +1,11 @@
 """Main program of processes that run jobs and notebook kernels: `python -m hyperion.processes.worker KIND arguments`.
 
-job REQUEST ANSWER: run a job without ranks. REQUEST and ANSWER are files.
-rank FOLDER AGENT: run one rank of a job. torchrun or mpirun starts it; AGENT is the process ID of the rank agent.
+job REQUEST ANSWER LAUNCHER: run a job without ranks. REQUEST and ANSWER are files, and LAUNCHER is the process ID of the process
+    that started this one.
+agent FOLDER LAUNCHER: run the rank agent of a job, which starts its ranks.
+rank FOLDER AGENT: run one rank of a job. The rank ends with the process with the ID AGENT, which has started the rank or, if
+    mpirun started it, mpirun.
+fork-server SOCKET: fork for each request that arrives on the socket with this descriptor. Each fork becomes a job or an agent.
 kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the process with the ID LAUNCHER ends. The other
     arguments are passed to ipykernel.
 """
@@ -29,6 +33,7 @@ import psutil
 from hyperion.errors import HyperionError
 from hyperion.garbage import collect_rarely, imports_only
 from hyperion.processes.child_process import die_with, do_not_outlive, pin_to_cores
+from hyperion.processes.fork_server import fork_own_server, run_fork_server
 from hyperion.processes.job import INTERRUPTED, load_entry
 from hyperion.processes.mpi import adopt_mpi_rank
 from hyperion.processes.ranks import JobFolder, rank_log, read_json, write_json
@@ -40,10 +45,10 @@ _GLOO_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset 
 _STACKS_S = 0.5
 
 
-def run_plain_job(request_file: str, answer_file: str) -> NoReturn:
+def run_plain_job(request_file: str, answer_file: str, launcher: str) -> NoReturn:
     """Call the function of the job, write its result or its HyperionError to the answer file, and end the process."""
+    die_with(int(launcher))
     request = read_json(Path(request_file))
-    die_with(request["launcher"])
     pin_to_cores()
     try:
         function = load_entry(request["entry"])
@@ -79,6 +84,13 @@ def _socket_was_open(record: logging.LogRecord) -> bool:
     """
     error = record.exc_info[1] if record.exc_info else None
     return getattr(error, "errno", None) != errno.ENOTSOCK
+
+
+def run_agent(folder: str, launcher: str) -> None:
+    """Run the rank agent, which ends when the process with the ID LAUNCHER ends."""
+    from hyperion.processes import rank_agent
+
+    rank_agent.main(folder, int(launcher))
 
 
 def run_rank(folder: str, agent: str) -> NoReturn:
@@ -254,4 +266,9 @@ def _redirect_output(file: Path) -> None:
 if __name__ == "__main__":
     collect_rarely()
     kind, *rest = sys.argv[1:]
-    {"job": run_plain_job, "rank": run_rank, "kernel": run_kernel}[kind](*rest)
+    if kind == "fork-server":
+        kind, *rest = run_fork_server(int(*rest))
+    if kind == "agent":
+        # The agent's own server forks the ranks.
+        kind, *rest = fork_own_server() or (kind, *rest)
+    {"job": run_plain_job, "agent": run_agent, "rank": run_rank, "kernel": run_kernel}[kind](*rest)

@@ -9,7 +9,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hyperion.errors import HyperionError
-from hyperion.processes.child_process import child_environment
+from hyperion.processes import rank_agent
+from hyperion.processes.child_process import child_environment, start
 from hyperion.processes.rank_agent import _Ranks, _run, arguments, require_module
 from hyperion.processes.ranks import JobFolder, read_json
 
@@ -62,13 +63,18 @@ def test_exit_codes_of_ranks_are_written_though_torchrun_itself_raises(tmp_path,
 
     def breaks(command):
         for rank in range(3):
-            command = (sys.executable, "-u", "-m", "some_rank")
+            command = (sys.executable, "-u", "-m", "hyperion.processes.worker")
             started.append(SubprocessHandler._popen(None, command, environment | {"RANK": str(rank)}))
         assert [rank.wait(60) for rank in started[1:]] == [-signal.SIGKILL, -signal.SIGTERM]
         raise error
 
     monkeypatch.setattr(torchrun, "main", breaks)
     monkeypatch.setattr(SubprocessHandler, "_popen", None)
+    monkeypatch.setattr(
+        rank_agent,
+        "start_worker",
+        lambda python, rest, environment, **options: start(python, "some_rank", [], environment, **options),
+    )
     files = JobFolder(tmp_path)
     with capfd.disabled(), pytest.raises(type(error), match="on purpose"):
         _run([], files, _Ranks())

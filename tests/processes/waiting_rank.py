@@ -2,6 +2,7 @@
 would spend two seconds each on it."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def waits(folder: str, saves: bool) -> dict:
     if saves:
         signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     ready = Path(folder) / "ready"
-    ready.with_suffix(".new").write_text(sys.argv[-1])
+    ready.with_suffix(".new").write_text(str(os.getsid(os.getppid())))  # torchrun's process leads the session of the parent
     ready.with_suffix(".new").rename(ready)
     while not received:
         time.sleep(0.05)

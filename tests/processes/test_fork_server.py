@@ -1,0 +1,183 @@
+"""Workers that are forks of a process with torch: they are as fresh processes, and no fault of the server loses a job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hyperion.processes import Job, JobError, fork_server, run_job, run_ranks
+from hyperion.processes.child_process import child_environment, has_ended
+from hyperion.processes.fork_server import ForkedWorker, start_worker
+from tests.processes.fork_entries import describe, matmul, threads, wait_for_the_end
+from tests.processes.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not fork_server._can_refer_to_processes(), reason="this system has no descriptors of processes"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_these_tests():
+    """Start another server than that of earlier tests, in an environment with HYPERION_OLD."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "_servers", {})
+        patch.setenv("HYPERION_OLD", "1")
+        run(describe)
+        yield
+
+
+def run(function, **params):
+    return run_job(Job(function, params, timeout_s=300), on_line=lambda line: None)
+
+
+def pids(folder):
+    """Return the process IDs of the worker that runs `wait_for_the_end`, and of its parent."""
+    assert wait_for(lambda: (folder / "pids").exists())
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+def test_a_worker_is_a_fork_with_torch_and_otherwise_like_a_fresh_process(tmp_path, monkeypatch):
+    first = run(describe)
+    assert first["torch"] and first["parent"] != os.getpid() and first["interrupt"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYPERION_NEW", "7")
+    monkeypatch.delenv("HYPERION_OLD")
+    second = run(describe, names=["HYPERION_NEW", "HYPERION_OLD"])
+    assert second["parent"] == first["parent"]
+    assert second["folder"] == second["first"] == str(tmp_path)
+    assert second["variables"] == {"HYPERION_NEW": "7", "HYPERION_OLD": None}
+    assert all(before != after for before, after in zip(first["random"], second["random"], strict=True))
+
+
+def test_a_worker_inherits_nothing_of_the_server_and_of_the_workers_beside_it(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(run, wait_for_the_end, folder=str(tmp_path))
+        worker, _ = pids(tmp_path)
+        try:
+            assert run(describe)["sockets"] == []
+        finally:
+            os.kill(worker, signal.SIGTERM)
+        with pytest.raises(JobError, match="exit code 1"):
+            beside.result(60)
+
+
+def test_a_variable_that_an_import_reads_needs_a_fresh_process(monkeypatch):
+    forked = run(describe)["parent"]
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    fresh = run(describe, names=["MKL_NUM_THREADS"])
+    assert fresh["parent"] == os.getpid() and not fresh["torch"] and fresh["variables"] == {"MKL_NUM_THREADS": "3"}
+    monkeypatch.undo()
+    assert run(describe)["parent"] == forked
+
+
+def test_ranks_are_forks_too():
+    answers = run_ranks(Job(describe, {"names": ["RANK", "LOCAL_RANK"]}, ranks=2), on_line=lambda line: None)
+    assert [answer["variables"] for answer in answers] == [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    for answer in answers:
+        assert answer["parent_command"][-2] == "fork-server" and answer["parent"] != run(describe)["parent"]
+
+
+def test_torch_has_the_threads_of_the_workers_environment(monkeypatch):
+    server = run(describe)["parent"]
+    for number in (3, 5):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(number))
+        assert run(threads) == {"parent": server, "threads": number}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")  # numbers of nested threads
+    assert run(threads)["parent"] == os.getpid()
+
+
+def test_a_worker_runs_the_code_that_is_in_the_files_when_it_starts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "written_later.py"
+    for number in (1, 2):
+        module.write_text(f"def number():\n    return {{'number': {number}{' ' * number}}}\n")
+        monkeypatch.delitem(sys.modules, "written_later", raising=False)
+        from written_later import number as function  # pyright: ignore[reportMissingImports]
+
+        assert run(function) == {"number": number}
+
+
+def test_workers_of_several_threads_run_at_once_and_torch_has_its_threads():
+    with ThreadPoolExecutor(4) as pool:
+        sums = list(pool.map(lambda number: run(matmul)["sum"], range(8)))
+    left = [[(row * 512 + column) % 7 for column in range(512)] for row in range(512)]
+    of_rows, of_columns = [sum(row) for row in left], [sum(column) for column in zip(*left, strict=True)]
+    assert sums == [float(sum(a * b for a, b in zip(of_columns, of_rows, strict=True)))] * 8
+
+
+def test_a_worker_whose_server_was_killed_ends_and_the_next_job_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_server, "_servers", {})  # the server of the other tests lives on
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run, wait_for_the_end, folder=str(tmp_path))
+        worker, server = pids(tmp_path)
+        assert server != os.getpid()
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(JobError, match="SIGKILL") as caught:
+            job.result(60)
+        assert "memory" in str(caught.value.next_step)
+        assert wait_for(lambda: has_ended(worker)) and (tmp_path / "ended").exists()
+    assert run(describe)["parent"] == os.getpid()
+
+
+def test_a_worker_that_nobody_waits_for_ends(tmp_path):
+    """A launcher can be interrupted before it knows the process ID of its worker. Then only the server can end the worker."""
+    (tmp_path / "request.json").write_text(json.dumps(Job(wait_for_the_end, {"folder": str(tmp_path)}).request()))
+    arguments = ["job", str(tmp_path / "request.json"), str(tmp_path / "answer.json")]
+    worker = start_worker(sys.executable, arguments, child_environment())
+    assert isinstance(worker, ForkedWorker)
+    pid, _ = pids(tmp_path)
+    worker._server.close()
+    assert wait_for(lambda: has_ended(pid)) and (tmp_path / "ended").read_text() == str(int(signal.SIGTERM))
+
+
+def test_a_job_that_was_given_up_before_the_server_was_ready_does_not_start(tmp_path):
+    """The server takes seconds to import torch. The request of a launcher that was interrupted meanwhile is not executed."""
+    script = f"""
+import signal, sys, threading
+from hyperion.processes import Job, run_job
+from tests.processes.fork_entries import describe, wait_for_the_end
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+try:
+    run_job(Job(wait_for_the_end, {{"folder": {str(tmp_path)!r}}}))
+except KeyboardInterrupt:
+    print(run_job(Job(describe), on_line=lambda line: None)["torch"])
+"""
+    printed = subprocess.run([sys.executable, "-c", script], env=_with_tests(), capture_output=True, text=True, timeout=120)
+    assert printed.stdout == "True\n", printed.stderr
+    assert not (tmp_path / "pids").exists()
+
+
+def test_if_the_server_cannot_import_torch_the_worker_is_a_fresh_process_and_reports_it(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')\n")
+    script = """
+import json
+import os
+from hyperion.processes import Job, run_job
+from tests.processes.fork_entries import describe, matmul
+assert run_job(Job(describe), on_line=lambda line: None)["parent"] == os.getpid()
+run_job(Job(matmul), on_line=lambda line: None)
+"""
+    environment = _with_tests(str(tmp_path))
+    printed = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert "broken on purpose" in printed.stderr and "JobError" in printed.stderr
+
+
+def test_an_open_file_of_a_gpu_is_seen(tmp_path, monkeypatch):
+    assert not fork_server._uses_gpu()
+    device = tmp_path / "nvidia0"
+    monkeypatch.setattr(fork_server, "_GPU_FILES", (str(tmp_path / "nvidia"),))
+    with device.open("w"):
+        assert fork_server._uses_gpu()
+    assert not fork_server._uses_gpu()
+
+
+def _with_tests(*folders):
+    """Return an environment in which Python finds the modules of the tests, and first those in the folders."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.getcwd(), *filter(None, sys.path)])}
