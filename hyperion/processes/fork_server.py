@@ -140,7 +140,7 @@ class _ForkServer:
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )
-        return cls(control, environment, lambda: (process.terminate(), process.wait()))
+        return cls(control, environment, lambda: (process.kill(), process.wait()))
 
     def fork(self, arguments: list[str], environment: dict[str, str], stdout: int | IO, new_session: bool) -> ForkedWorker | None:
         """Start a worker; see `start_worker`. Return None if the server has ended or cannot fork."""
@@ -244,7 +244,7 @@ def run_fork_server(descriptor: int) -> list[str]:
     global _prepared
     if not _can_refer_to_processes():
         sys.exit("this system has no pidfd_open(2)")
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the client and for the workers
+    handlers = _ignore_signals()
     folder = os.getcwd()
     pin_to_cores()
     with imports_only():
@@ -254,9 +254,7 @@ def run_fork_server(descriptor: int) -> list[str]:
     if _uses_gpu():
         sys.exit("importing torch has opened a GPU, which forks could not use")
     _prepared = True
-    arguments = _serve(socket.socket(fileno=descriptor), folder)
-    signal.signal(signal.SIGINT, interrupt)
-    return arguments
+    return _serve(socket.socket(fileno=descriptor), folder, handlers)
 
 
 def fork_own_server() -> list[str] | None:
@@ -273,18 +271,26 @@ def fork_own_server() -> list[str] | None:
     server = os.fork()
     if server == 0:
         control.close()
-        return _serve(theirs, os.getcwd())
+        return _serve(theirs, os.getcwd(), _ignore_signals())
     theirs.close()
 
     def end() -> None:
-        os.kill(server, signal.SIGTERM)
+        os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
 
     _servers[os.getpid()] = _ForkServer(control, dict(os.environ), end)
     return None
 
 
-def _serve(control: socket.socket, folder: str) -> list[str]:
+def _ignore_signals() -> dict[int, Any]:
+    """Ignore Ctrl-C and SIGTERM, which a terminal or a batch system sends to all processes at once. Return the earlier handlers.
+
+    Workers may need time to save their state, and the server must report their exit codes.
+    """
+    return {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _serve(control: socket.socket, folder: str, handlers: dict[int, Any]) -> list[str]:
     """Serve requests until the client ends. In each fork, return the arguments of the worker and the server's process ID."""
     server = os.getpid()
     events = selectors.DefaultSelector()
@@ -297,6 +303,8 @@ def _serve(control: socket.socket, folder: str) -> list[str]:
                 if not request:
                     os._exit(0)  # the client has ended; Linux now sends SIGTERM to the workers, see `die_with`
                 if _fork(events, *descriptors):
+                    for number, handler in handlers.items():
+                        signal.signal(number, handler)
                     _become_worker(json.loads(request), folder, server)
                     return sys.argv[1:]
             elif key.fileobj is worker.client:  # the client has closed its end: it no longer waits for this worker

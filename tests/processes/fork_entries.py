@@ -23,7 +23,10 @@ def describe(names=()):
         "variables": {name: os.environ.get(name) for name in names},
         "random": [random.random(), float(np.random.rand())],
         "sockets": [link for link in _open_files() if link.startswith(("socket:", "anon_inode:"))],
-        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "signals": [
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        ],
     }
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,7 +44,7 @@ def pids(folder):
 
 def test_a_worker_is_a_fork_with_torch_and_otherwise_like_a_fresh_process(tmp_path, monkeypatch):
     first = run(describe)
-    assert first["torch"] and first["parent"] != os.getpid() and first["interrupt"]
+    assert first["torch"] and first["parent"] != os.getpid() and first["signals"] == [True, True]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYPERION_NEW", "7")
     monkeypatch.delenv("HYPERION_OLD")
@@ -75,10 +76,25 @@ def test_a_variable_that_an_import_reads_needs_a_fresh_process(monkeypatch):
     assert run(describe)["parent"] == forked
 
 
+def test_signals_to_all_processes_leave_the_server_which_reports_the_ends_of_its_workers(tmp_path):
+    """A batch system sends SIGTERM to every process of a job. The workers save their state, and their exit codes are needed."""
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run, wait_for_the_end, folder=str(tmp_path))
+        worker, server = pids(tmp_path)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(server, number)
+        time.sleep(0.2)  # a server that ended now would lose the exit code
+        os.kill(worker, signal.SIGTERM)
+        with pytest.raises(JobError, match="exit code 1"):
+            job.result(60)
+    assert run(describe)["parent"] == server
+
+
 def test_ranks_are_forks_too():
     answers = run_ranks(Job(describe, {"names": ["RANK", "LOCAL_RANK"]}, ranks=2), on_line=lambda line: None)
     assert [answer["variables"] for answer in answers] == [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     for answer in answers:
+        assert answer["signals"][0]
         assert answer["parent_command"][-2] == "fork-server" and answer["parent"] != run(describe)["parent"]
 
 
