@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
 
 def describe(names=()):
     """Return what distinguishes a fork from a fresh process, and what must not."""
@@ -16,7 +14,7 @@ def describe(names=()):
 
     return {
         "parent": os.getppid(),
-        "parent_command": psutil.Process(os.getppid()).cmdline(),
+        "parent_leads_a_session": os.getsid(os.getppid()) == os.getppid(),
         "torch": "torch" in sys.modules,
         "folder": os.getcwd(),
         "first": sys.path[0],

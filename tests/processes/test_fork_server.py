@@ -91,11 +91,10 @@ def test_signals_to_all_processes_leave_the_server_which_reports_the_ends_of_its
 
 
 def test_ranks_are_forks_too():
+    """Their server is a fork in the session of the agent, while the parent of a fresh rank is the agent itself."""
     answers = run_ranks(Job(describe, {"names": ["RANK", "LOCAL_RANK"]}, ranks=2), on_line=lambda line: None)
     assert [answer["variables"] for answer in answers] == [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    for answer in answers:
-        assert answer["signals"][0]
-        assert answer["parent_command"][-2] == "fork-server" and answer["parent"] != run(describe)["parent"]
+    assert all(answer["signals"][0] and not answer["parent_leads_a_session"] for answer in answers)
 
 
 def test_torch_has_the_threads_of_the_workers_environment(monkeypatch):
