@@ -26,6 +26,8 @@ from hyperion.results.store import stored_references
 TAG = "02_x/training/loss/step lm bf16 seed=0"
 # Names of columns that may contain losses.
 LOSSES = r"loss|accuracy|perplexity|^alone$|^sharded$"
+# Columns of the ends of an interval, which are no curves.
+INTERVAL_ENDS = ("_ci_low", "_ci_high")
 # Experiments whose samples have steps and such columns, but no curves, with the reason.
 NO_CURVES = {"02_core_framework/recovery": "one row for each interruption; `losses` says whether the losses were equal"}
 
@@ -107,7 +109,8 @@ def test_every_loss_over_steps_of_a_reference_is_a_point_of_one_curve(reference)
         if "step" not in samples.columns or name in NO_CURVES:
             continue
         points = [point for tag, curve in found.items() if tag.startswith(f"{name}/") for point in curve]
-        values = samples[[column for column in samples.columns if re.search(LOSSES, column)]]
+        columns = [name for name in samples.columns if re.search(LOSSES, name) and not name.endswith(INTERVAL_ENDS)]
+        values = samples[columns]
         assert len(points) == values[samples["step"].notna()].notna().sum().sum() > 0, name
     assert all(len({step for step, _ in curve}) == len(curve) for curve in found.values())
     assert not any("again=" in tag for tag in found)  # all columns that tell curves apart are known
