@@ -109,7 +109,7 @@ def test_every_loss_over_steps_of_a_reference_is_a_point_of_one_curve(reference)
         if "step" not in samples.columns or name in NO_CURVES:
             continue
         points = [point for tag, curve in found.items() if tag.startswith(f"{name}/") for point in curve]
-        columns = [name for name in samples.columns if re.search(LOSSES, name) and not name.endswith(INTERVAL_ENDS)]
+        columns = [column for column in samples.columns if re.search(LOSSES, column) and not column.endswith(INTERVAL_ENDS)]
         values = samples[columns]
         assert len(points) == values[samples["step"].notna()].notna().sum().sum() > 0, name
     assert all(len({step for step, _ in curve}) == len(curve) for curve in found.values())
