@@ -44,6 +44,8 @@ LARGEST_BYTES = 25_000_000
 _PAGES = "notebooks/"
 # A link to a notebook, as in "Before: [2.7 Compilation](07_compilation_optimization.ipynb)", or to the page of a notebook.
 _NOTEBOOK_LINK = re.compile(rb'<a href="(?:[^":]*/)?(\d\d_[^":/]+)\.(?:ipynb|html)"[^>]*>(.*?)</a>', re.DOTALL)
+# The start of a link from a notebook to a page of a reference.
+_REFERENCE_LINK = re.compile(rb'<a href="(?:\.\./)+(?:results/)?reference/')
 # The report and the tables of each experiment are not copied, because they can be regenerated from the rows. README.md shows
 # the pictures.
 _REBUILT = ("report.html", "benchmarks/*.json", "benchmarks/*.csv")
@@ -462,9 +464,12 @@ def _choose_files(
 def link_pages(content: bytes, pages: Iterable[str] | None = None) -> bytes:
     """Return the page of a notebook with links to other notebooks replaced by links to their pages in the same folder.
 
+    Links to pages of references are made relative to the folder of the page.
+
     Args:
         content: the page as HTML.
-        pages: stems of the notebooks that have a page. Links to other notebooks become text. None means that all have one.
+        pages: stems of the notebooks that have a page in the reference that the page belongs to. Links to other notebooks become
+            text. None means that the page belongs to a run, in which all notebooks have a page.
     """
     there = None if pages is None else set(pages)
 
@@ -472,6 +477,8 @@ def link_pages(content: bytes, pages: Iterable[str] | None = None) -> bytes:
         stem, text = found[1], found[2]
         return b'<a href="%s.html">%s</a>' % (stem, text) if there is None or stem.decode() in there else text
 
+    # The page of a run is in results/RUN/notebooks/, and that of a reference in results/reference/NAME/notebooks/.
+    content = _REFERENCE_LINK.sub(b'<a href="../../reference/' if there is None else b'<a href="../../', content)
     return _NOTEBOOK_LINK.sub(linked, content)
 
 

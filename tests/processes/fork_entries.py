@@ -21,11 +21,13 @@ def describe(names=()):
         "variables": {name: os.environ.get(name) for name in names},
         "random": [random.random(), float(np.random.rand())],
         "sockets": [link for link in _open_files() if link.startswith(("socket:", "anon_inode:"))],
-        "signals": [
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
-        ],
+        "ignored": ignored(),
     }
+
+
+def ignored():
+    """Return the numbers of SIGINT and SIGTERM if this process ignores them."""
+    return [int(number) for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_IGN]
 
 
 def _open_files():

@@ -88,6 +88,14 @@ def test_links_to_notebooks_lead_to_their_pages_and_a_link_without_a_page_is_tex
     assert link_pages(content, ["03_c"]) == b'2.2 Two <a href="03_c.html">1.3 <b>C</b></a>' + rest
 
 
+def test_links_to_references_lead_there_from_the_page_of_a_run_and_from_that_of_a_reference():
+    in_notebook = b'<a href="../results/reference/h200/README.md">a</a>'
+    in_run = b'<a href="../../reference/h200/README.md">a</a>'
+    assert link_pages(in_notebook) == in_run == link_pages(in_run)
+    for content in (in_notebook, in_run):
+        assert link_pages(content, []) == b'<a href="../../h200/README.md">a</a>'
+
+
 @pytest.mark.parametrize("reference", sorted((ROOT / "results/reference").glob("*/")), ids=lambda path: path.name)
 def test_no_page_of_a_reference_links_to_a_file_that_is_not_there(reference):
     dead = [

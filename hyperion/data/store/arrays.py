@@ -153,7 +153,7 @@ def _checksums(content: memoryview, block: int) -> np.ndarray:
 
 
 ROWS_AT_ONCE = 4096
-ROWS_READ_AT_ONCE = 1 << 18  # a token stream may be larger than the memory
+ROWS_READ_AT_ONCE = 1 << 16  # a token stream may be larger than the memory
 
 
 def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
