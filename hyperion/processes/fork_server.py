@@ -54,7 +54,7 @@ _CODE_BYTES = 4
 
 
 class ForkedWorker:
-    """A worker that the fork server has started, with the part of the interface of `subprocess.Popen` that `run_job` uses.
+    """A worker that the fork server has started, with the methods of `subprocess.Popen` that launchers and torchrun use.
 
     Args:
         pid: process ID of the worker.
@@ -298,6 +298,8 @@ def _serve(control: socket.socket, folder: str, handlers: dict[int, Any]) -> lis
     while True:
         for key, _ in events.select():
             worker: _Running | None = key.data
+            if events.get_map().get(key.fd) != key:
+                continue  # a worker that ended at the same time as its client has just been removed
             if worker is None:
                 request, descriptors, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 2)
                 if not request:

@@ -3,8 +3,8 @@
 job REQUEST ANSWER LAUNCHER: run a job without ranks. REQUEST and ANSWER are files, and LAUNCHER is the process ID of the process
     that started this one.
 agent FOLDER LAUNCHER: run the rank agent of a job, which starts its ranks.
-rank FOLDER AGENT: run one rank of a job. The rank ends with the process with the ID AGENT, which has started the rank or, if
-    mpirun started it, mpirun.
+rank FOLDER AGENT: run one rank of a job. The rank ends with the process with the ID AGENT: the one that started it or, if mpirun
+    started it, the rank agent.
 fork-server SOCKET: fork for each request that arrives on the socket with this descriptor. Each fork becomes a job or an agent.
 kernel LAUNCHER arguments: run the kernel of a notebook, which ends when the process with the ID LAUNCHER ends. The other
     arguments are passed to ipykernel.

@@ -77,6 +77,31 @@ def test_a_variable_that_an_import_reads_needs_a_fresh_process(monkeypatch):
     assert run(describe)["parent"] == forked
 
 
+def start_waiting(folder):
+    """Start a worker that runs `wait_for_the_end`, and return it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "request.json").write_text(json.dumps(Job(wait_for_the_end, {"folder": str(folder)}).request()))
+    arguments = ["job", str(folder / "request.json"), str(folder / "answer.json")]
+    worker = start_worker(sys.executable, arguments, child_environment())
+    assert isinstance(worker, ForkedWorker)
+    assert pids(folder)[0] == worker.pid
+    return worker
+
+
+def test_workers_that_end_together_with_their_clients_do_not_end_the_server(tmp_path):
+    """The server sees both ends at once, because it is stopped meanwhile."""
+    server = run(describe)["parent"]
+    workers = [start_waiting(tmp_path / str(number)) for number in range(3)]
+    os.kill(server, signal.SIGSTOP)
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    for worker in workers:
+        worker._server.close()
+    os.kill(server, signal.SIGCONT)
+    assert run(describe)["parent"] == server
+
+
 def test_signals_to_all_processes_leave_the_server_which_reports_the_ends_of_its_workers(tmp_path):
     """A batch system sends SIGTERM to every process of a job. The workers save their state, and their exit codes are needed."""
     with ThreadPoolExecutor(1) as pool:
@@ -144,11 +169,8 @@ def test_a_worker_whose_server_was_killed_ends_and_the_next_job_runs(tmp_path, m
 
 def test_a_worker_that_nobody_waits_for_ends(tmp_path):
     """A launcher can be interrupted before it knows the process ID of its worker. Then only the server can end the worker."""
-    (tmp_path / "request.json").write_text(json.dumps(Job(wait_for_the_end, {"folder": str(tmp_path)}).request()))
-    arguments = ["job", str(tmp_path / "request.json"), str(tmp_path / "answer.json")]
-    worker = start_worker(sys.executable, arguments, child_environment())
-    assert isinstance(worker, ForkedWorker)
-    pid, _ = pids(tmp_path)
+    worker = start_waiting(tmp_path)
+    pid = worker.pid
     worker._server.close()
     assert wait_for(lambda: has_ended(pid)) and (tmp_path / "ended").read_text() == str(int(signal.SIGTERM))
 
