@@ -5,8 +5,10 @@
 
 import math
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from hyperion.book.display import fill
@@ -17,6 +19,9 @@ from hyperion.results import Row, Run
 
 _FILE = Path(__file__).with_name("claims.toml")
 _COLUMNS = ("experiment", "variant", "dtype", "metric")
+# The name of a run that measured the same chapters again is the name of the first run and this, such as "h100-second-host".
+_SECOND = "-second-"
+_FEWEST_ROWS = 10
 
 
 def claims_markdown(runs: dict[Run, str]) -> str:
@@ -86,3 +91,32 @@ def _answer(conditions: list[dict], rows: dict[str, Row]) -> str:
 def repeats_markdown(runs: dict[Run, str]) -> str:
     """Return a Markdown table of the matrix products that several launches measured; see `repeated_products`."""
     return markdown(repeated_products(run for run, name in runs.items() if name.endswith("-launches"))).strip()
+
+
+def reruns_markdown(runs: dict[Run, str]) -> str:
+    """Return a Markdown table of how far two runs of the same chapters differ, by metric.
+
+    A cell contains the relative difference that half of the values stay below, and the one that 90 % of them stay below. Only
+    metrics for which a higher or a lower value is better are compared, and only those with at least ten values in both runs. An
+    error that a check bounds is not compared.
+
+    Args:
+        runs: maps each reference run to its name.
+    """
+    by_name = {name: run for run, name in runs.items()}
+    pairs = [(first, name) for name in by_name if (first := name.partition(_SECOND)[0]) != name and first in by_name]
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
+    for first, second in pairs:
+        earlier = {row.key: row.value for row in by_name[first].rows()}
+        differences = defaultdict(list)
+        for row in by_name[second].rows():
+            before = earlier.get(row.key)
+            if row.value and before and row.definition.direction != "none" and row.check_error != row.value:
+                differences[row.metric].append(abs(row.value / before - 1))
+        for metric, found in differences.items():
+            if len(found) >= _FEWEST_ROWS:
+                half, most = (f"{100 * np.quantile(found, share):.1f} %" for share in (0.5, 0.9))
+                cells[metric][f"{first} and {second}"] = f"{half}, {most} ({len(found)} values)"
+    columns = [f"{first} and {second}" for first, second in pairs]
+    lines = [{"metric": metric} | {column: cells[metric].get(column, "") for column in columns} for metric in sorted(cells)]
+    return markdown(pd.DataFrame(lines)).strip()

@@ -7,6 +7,7 @@ The pages have markers around all text that is made from rows. `update_page` rep
     <!-- counts: FOLDER --> … <!-- end of counts -->          sentences with the numbers of intervals, checks and limits
     <!-- claims: FOLDER --> … <!-- end of claims -->          claims of the project's documents, answered by rows
     <!-- repeats: FOLDER --> … <!-- end of repeats -->        matrix products that several launches repeat
+    <!-- reruns: FOLDER --> … <!-- end of reruns -->          differences between two runs of the same chapters
 
 FOLDER contains runs, such as `h200x2`, and folders of launches, such as `h200-launches`, whose subfolders are runs.
 
@@ -29,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from hyperion.book.claims_page import claims_markdown, repeats_markdown
+from hyperion.book.claims_page import claims_markdown, repeats_markdown, reruns_markdown
 from hyperion.book.outline import BUSY, Headline, headlines
 from hyperion.errors import HyperionError, not_none
 from hyperion.figures.material import Material, device_name, held_by_power, percent, quoted_value
@@ -57,7 +58,7 @@ _SUMMARY = (
     r"FSDP on .* difference of the loss",
     r".*FSDP: (weak|strong) scaling",
 )
-_KINDS = "headlines|summary|counts|claims|repeats"
+_KINDS = "headlines|summary|counts|claims|repeats|reruns"
 _MARKED = re.compile(rf"<!-- ({_KINDS}): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)
 _MARKER = re.compile(rf"<!-- (end of )?({_KINDS})(?(1)|: \S+) -->")  # an end marker has no folder
 
@@ -218,7 +219,7 @@ def updated(text: str, page: Path) -> tuple[str, list[str]]:
     _require_pairs(text, page)
     found: list[str] = []
     make = {"headlines": headlines_markdown, "summary": summary_markdown, "counts": counts_markdown}
-    make |= {"claims": claims_markdown, "repeats": repeats_markdown}
+    make |= {"claims": claims_markdown, "repeats": repeats_markdown, "reruns": reruns_markdown}
 
     def replaced(match: re.Match) -> str:
         kind, folder, newline = match[1], Path(match[2]), match[3]

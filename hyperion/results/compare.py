@@ -36,7 +36,8 @@ class Comparison:
         value_a, value_b: typical value of each set: the geometric mean over the launches of the set, after outliers are clipped
             (see `fenced`), or the arithmetic mean if not all values are positive. None if the value is missing.
         change: relative change from A to B, positive if B is better. If not all values are positive, the difference is divided
-            by the larger of the two absolute means. None if the value is missing.
+            by the larger of the two absolute means. If the value is an error that a check bounds, the difference is divided by
+            the tolerance of the check. None if the value is missing.
         spread: relative standard deviation between launches of the same set, pooled over both sets. None if each set has one
             launch, or if not all values are positive.
         p_value: p-value of the randomization test, corrected for the number of metrics. None if these runs cannot confirm a
@@ -122,11 +123,16 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     table = np.array([values[key] for key in shared], dtype=np.float64).T
     positive = np.all(table > 0, axis=0).tolist()
     confirming = not why_indicative(runs_a, runs_b)
-    # Ratios need positive values. Counts may be zero, so they are compared by their difference.
-    ratios = {key: shared[key] for key, p in zip(shared, positive, strict=True) if p}
-    compared = _by_ratio(ratios, table[:, positive], len(runs_a), confirming)
+    tolerances = [_tolerance([of_run[key] for of_run in rows]) for key in shared]
+    # Ratios need positive values. Counts may be zero, so they are compared by their difference. The ratio of two errors that are
+    # far below their tolerance says nothing.
+    by_ratio = [p and tolerance is None for p, tolerance in zip(positive, tolerances, strict=True)]
+    ratios = {key: shared[key] for key, used in zip(shared, by_ratio, strict=True) if used}
+    compared = _by_ratio(ratios, table[:, by_ratio], len(runs_a), confirming)
     compared += [
-        _by_difference(key, shared[key], table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
+        _by_difference(key, shared[key], table[:, place], len(runs_a), tolerances[place])
+        for place, key in enumerate(shared)
+        if not by_ratio[place]
     ]
     # `change` is positive if B is better, so ascending order lists the worst change first.
     return sorted(compared, key=lambda c: c.change or 0.0) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
@@ -209,6 +215,12 @@ def _by_identity(run: Run) -> dict[tuple, Row]:
     return by_key
 
 
+def _tolerance(rows: list[Row]) -> float | None:
+    """Return the largest tolerance of the rows if the value of each is the error that its check bounds, otherwise None."""
+    tolerances = [row.check_tolerance for row in rows if row.check_tolerance and row.check_error == row.value]
+    return max(tolerances) if len(tolerances) == len(rows) else None
+
+
 def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
     values, reasons_by_side = [], []
     for side, runs in zip("AB", sides, strict=True):
@@ -285,15 +297,22 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
     return compared
 
 
-def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int) -> Comparison:
-    """Compare values that are not all positive, such as numbers of graph breaks, by their difference.
+def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int, tolerance: float | None) -> Comparison:
+    """Compare values by their difference: errors that a check bounds, and values that are not all positive, such as counts.
 
     The comparison never reports such a change as confirmed.
+
+    Args:
+        key: the row key.
+        better: 1 if a higher value is better, -1 if a lower value is better.
+        values: values of all launches, those of A first.
+        launches_a: number of launches of A.
+        tolerance: divisor of the difference. None divides it by the larger of the two absolute means.
     """
     a, b = values[:launches_a], values[launches_a:]
     mean_a, mean_b = float(a.mean()), float(b.mean())
-    largest = max(abs(mean_a), abs(mean_b))
-    change = better * (mean_b - mean_a) / largest if largest else 0.0
+    divisor = tolerance or max(abs(mean_a), abs(mean_b))
+    change = better * (mean_b - mean_a) / divisor if divisor else 0.0
     return Comparison(
         _name(key),
         key[-1],

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from hyperion.book import claims_page
-from hyperion.book.claims_page import claims_markdown, repeats_markdown
+from hyperion.book.claims_page import claims_markdown, repeats_markdown, reruns_markdown
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
 
@@ -105,3 +105,36 @@ def test_repeats_have_percentiles_and_the_deviation_within_and_between_gpus(tmp_
     assert cells[:4] == ["bf16", "10000", "4", "2"] and cells[4] == "149.5"
     assert cells[5] == f"{149.5 / 1.4:.1f} to {149.5 / 0.6:.1f}"
     assert cells[6:] == ["38.51 %", "1.41 %"]
+
+
+def test_reruns_have_the_differences_that_half_and_nine_tenths_stay_below(tmp_path):
+    def run_of(name: str, factor: float, sizes: int, error: float) -> Run:
+        run = Run.create(tmp_path / name, {"profile": "smoke"})
+        rows = [
+            Row(
+                notebook=CHAPTER,
+                experiment=GEMM,
+                variant=f"{metric} {size}",
+                metric=metric,
+                value=value,
+                check="c",
+                limit_source="no limit: made up",
+                check_error=error,
+                check_tolerance=1.0,
+            )
+            for metric, count in (("peak_memory_gib", sizes), ("reserved_memory_gib", 9), ("relative_difference", 20))
+            for size in range(count)
+            for value in [error if metric == "relative_difference" else 1 + size * factor]
+        ]
+        run.record(CHAPTER, GEMM, rows, pd.DataFrame({"time_s": [1.0]}), input_hash="h")
+        return run
+
+    # The differences of the eleven values in both runs are 0, 1, …, 10 %.
+    runs = {
+        run_of("a", 0.0, 11, 0.1): "h100",
+        run_of("b", 0.01, 12, 0.2): "h100-second-host",
+        run_of("c", 0.0, 11, 0.1): "h200-second-gpu",
+    }
+    header, _, *lines = reruns_markdown(runs).splitlines()
+    assert header == "| metric | h100 and h100-second-host |", "a run without a first run is left out"
+    assert lines == ["| peak_memory_gib | 5.0 %, 9.0 % (11 values) |"], "few values and checked errors are left out"

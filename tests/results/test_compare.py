@@ -185,6 +185,34 @@ def test_values_that_are_not_positive_are_compared_by_their_difference(tmp_path)
     assert (found["communication_share"].verdict, found["communication_share"].change) == ("same", 0.0)
 
 
+@pytest.mark.parametrize("tolerances", [(1e-4, 1e-4), (1e-4, 5e-5)])
+def test_errors_are_compared_relative_to_their_largest_tolerance(tmp_path, tolerances):
+    def run_with(name, tolerance, errors):
+        rows = [
+            timed(variant, error, metric="relative_difference", value=error, ci_low=None, ci_high=None)
+            for variant, error in errors.items()
+        ]
+        checks = {"check": "c", "check_tolerance": tolerance}
+        return recorded(tmp_path / name, [replace(row, check_error=row.value, **checks) for row in rows])
+
+    a = run_with("a", tolerances[0], {"rounding": 1e-7, "more": 1e-6, "less": 4e-5})
+    b = run_with("b", tolerances[1], {"rounding": 2e-6, "more": 5e-5, "less": 0.0})
+    found = {c.name.removeprefix("e "): (c.verdict, c.change) for c in compare([a], [b])}
+    assert found == {
+        "rounding": ("same", pytest.approx(-0.019)),
+        "more": ("indicative", pytest.approx(-0.49)),
+        "less": ("indicative", pytest.approx(0.4)),
+    }
+
+
+def test_a_time_beside_a_check_is_compared_by_its_ratio(tmp_path):
+    a, b = (
+        recorded(tmp_path / name, [replace(timed("t", time), check="c", check_error=0.1, check_tolerance=1.0)])
+        for name, time in (("a", 1.0), ("b", 1.5))
+    )
+    assert [c.change for c in compare([a], [b])] == [pytest.approx(1 / 1.5 - 1)]
+
+
 def test_rows_of_two_ranks_have_two_names(tmp_path):
     runs = [recorded(tmp_path / side, [timed("v", t, rank=0), timed("v", 2 * t, rank=1)]) for side, t in (("a", 1.0), ("b", 1.1))]
     assert {c.name for c in compare(runs[:1], runs[1:])} == {"e v rank 0", "e v rank 1"}
