@@ -469,7 +469,7 @@ def passport(
         verify_passport,
         write_passport,
     )
-    from hyperion.results.store import PASSPORTS
+    from hyperion.results.places import PASSPORTS
 
     if not files:
         # Both are checked first, because the measurement takes minutes.
@@ -554,7 +554,7 @@ def launches(
     copies them to the reference results.
     """
     from hyperion.reproduce.launches import measure_launches
-    from hyperion.results.store import checked_name
+    from hyperion.results.places import checked_name
 
     folder = results_folder() / checked_name(name)
     measure_launches(folder, experiments, count, profile=profile, data_source=data_source, on_line=say)

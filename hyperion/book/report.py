@@ -25,7 +25,7 @@ from hyperion.figures.tables import escaped, html
 from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
 from hyperion.results.files import write_atomically
-from hyperion.results.store import stored_references
+from hyperion.results.places import stored_references
 
 REPORT = "report.html"
 # Bytes 16 to 19 of a PNG file are the width in pixels, big-endian (in the header chunk IHDR).

@@ -16,7 +16,7 @@ from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
 from hyperion.results import Run, find_run
 from hyperion.results.execution import executed_notebooks
-from hyperion.results.store import stored_references
+from hyperion.results.places import stored_references
 
 REPLAY = "replay"
 _FILE = Path(__file__).with_name("profiles.toml")

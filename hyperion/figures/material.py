@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Prediction, Row, Run
 from hyperion.results.evidence import STEP_PHASES
+from hyperion.results.places import stored_references
 from hyperion.results.rows import canonical_params
 from hyperion.results.series import LEAST_FOR_DRIFT, drift_of
-from hyperion.results.store import samples_name, stored_references
+from hyperion.results.store import samples_name
 
 if TYPE_CHECKING:
     import pandas as pd

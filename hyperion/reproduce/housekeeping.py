@@ -20,7 +20,7 @@ from hyperion.errors import HyperionError
 from hyperion.paths import is_checkout
 from hyperion.reproduce.runs import in_use
 from hyperion.results import Run
-from hyperion.results.store import LATEST
+from hyperion.results.places import LATEST
 
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
 # Files of Hyperion that no manifest lists: the manifest itself, locks, and temporary files that a killed process left.

@@ -18,7 +18,8 @@ from hyperion.reproduce.notebooks import read_book
 from hyperion.reproduce.publishing import require_no_machine_paths, require_unused, room_for, staged_reference, stored_size
 from hyperion.reproduce.runs import claimed_launch
 from hyperion.results import Run, is_run
-from hyperion.results.store import ENVIRONMENTS, EXPERIMENTS, PREDICTIONS, ROWS, RUN, checked_name
+from hyperion.results.places import checked_name
+from hyperion.results.store import ENVIRONMENTS, EXPERIMENTS, PREDICTIONS, ROWS, RUN
 
 # The files of a launch that headlines need. Tables and pictures of a single launch are not published.
 _FILES = (RUN, ROWS, EXPERIMENTS, ENVIRONMENTS, PREDICTIONS)

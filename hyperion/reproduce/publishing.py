@@ -34,7 +34,7 @@ from hyperion.reproduce.runs import REPLAY, Ledger, in_use
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import LEDGER, unexpected_in
 from hyperion.results.files import make_folder
-from hyperion.results.store import checked_name
+from hyperion.results.places import checked_name
 
 if TYPE_CHECKING:
     from nbconvert import HTMLExporter

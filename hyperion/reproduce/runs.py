@@ -21,7 +21,7 @@ from hyperion.reproduce.machine import MachineProfile
 from hyperion.results import Run, StoreError, is_run, new_run_folder
 from hyperion.results.execution import LEDGER
 from hyperion.results.files import DRIVER_LOCK, LOCK, make_folder
-from hyperion.results.store import checked_name
+from hyperion.results.places import checked_name
 from hyperion.untrusted import inner_path, read_json
 
 NEW = "new"

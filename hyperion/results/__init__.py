@@ -6,6 +6,7 @@ from hyperion.results.evidence import verify_run
 from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
 from hyperion.results.metrics import BUSY_GPU, REGISTRY, Metric, metric_named, register_metric
+from hyperion.results.places import find_run, find_runs, is_run, new_run_folder, set_latest
 from hyperion.results.predictions import Prediction
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 from hyperion.results.statistics import (
@@ -18,7 +19,7 @@ from hyperion.results.statistics import (
     proportion_estimate,
     ratio_estimate,
 )
-from hyperion.results.store import Run, find_run, find_runs, is_run, new_run_folder, set_latest
+from hyperion.results.store import Run
 
 __all__ = [
     "BUSY_GPU",

@@ -11,9 +11,10 @@ import numpy as np
 
 from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
+from hyperion.results.places import find_runs
 from hyperion.results.randomization import DIVISIONS, Power, fenced, log_deviations, randomization_test
 from hyperion.results.rows import Row
-from hyperion.results.store import Run, find_runs
+from hyperion.results.store import Run
 
 # Five launches of each version can be divided in comb(10, 5) = 252 ways. A division and its mirror image have the same statistic,
 # so the smallest p-value is 2/252, which is far below 5 %.

@@ -269,7 +269,7 @@ def test_a_failed_check_of_the_notebook_repeats_no_isolated_experiment(tmp_path,
 def test_a_replay_reports_the_rows_that_were_unexpected_on_the_reference_machine(tmp_path, monkeypatch, capsys):
     count_with_errors(monkeypatch, [{"check_error": 0.5}])
     open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "reference/machine")).run("leakage")
-    for module in ("chapter.profiles", "results.store"):
+    for module in ("chapter.profiles", "results.places"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path / "reference")
     capsys.readouterr()
     open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed")).run("leakage")
@@ -288,7 +288,7 @@ def test_a_ceiling_that_an_earlier_version_stored_is_no_prediction_in_a_replay(t
 
     monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: Experiment(forecast, run))
     open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "reference/machine")).run("leakage")
-    for module in ("chapter.profiles", "results.store"):
+    for module in ("chapter.profiles", "results.places"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path / "reference")
     predictions = Run.predictions
     monkeypatch.setattr(Run, "predictions", lambda *names: [replace(p, made_at="", digest="") for p in predictions(*names)])
@@ -432,7 +432,7 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    for module in ("chapter.profiles", "results.store"):
+    for module in ("chapter.profiles", "results.places"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: reference)
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
     assert "BANNER: replay" in capsys.readouterr().out
@@ -475,7 +475,7 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    for module in ("chapter.profiles", "results.store"):
+    for module in ("chapter.profiles", "results.places"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: reference)
     stale = Run.open(run_folder).predictions(NOTEBOOK, "leakage")[0]
     stale = replace(stale, input_hash="another", guess=None, estimate=99.0)
@@ -670,7 +670,7 @@ def test_files_that_a_run_fetched_itself_leave_it_fresh_and_other_files_do_not(t
 
 
 def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
-    for module in ("chapter.profiles", "results.store"):
+    for module in ("chapter.profiles", "results.places"):
         monkeypatch.setattr(f"hyperion.{module}.reference_folder", lambda: tmp_path)
     with pytest.raises(HyperionError, match="no reference run holds") as error:
         open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "out"))

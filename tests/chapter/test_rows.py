@@ -10,7 +10,7 @@ from hyperion.chapter.variants import packed, restored
 from hyperion.hardware import DTYPES, ROW_DTYPES, detect
 from hyperion.measure import Verification
 from hyperion.results import Estimate, Metric, RowError
-from hyperion.results.store import stored_references
+from hyperion.results.places import stored_references
 from tests.chapter.toy import toy_context
 from tests.hardware.machines import facts
 

@@ -21,7 +21,7 @@ from hyperion.cli import app, main
 from hyperion.commands.export import bencher_metrics, curves, scalars, start_times_s
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
-from hyperion.results.store import stored_references
+from hyperion.results.places import stored_references
 
 TAG = "02_x/training/loss/step lm bf16 seed=0"
 # Names of columns that may contain losses.

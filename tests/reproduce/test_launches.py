@@ -44,13 +44,13 @@ def test_published_launches_have_rows_and_samples_and_are_no_reference_machine(f
         assert set(run.verify()) == {"run.json", "rows.csv", "experiments.json", "samples/nb.counting.parquet"}
         assert not list(run.folder.glob(".*lock"))
     assert sorted(runs_in(reference).values()) == ["h200", *["h200-launches"] * 5]
-    monkeypatch.setattr("hyperion.results.store.reference_folder", lambda: reference)
+    monkeypatch.setattr("hyperion.results.places.reference_folder", lambda: reference)
     assert [run.folder.name for run in reference_runs()] == ["h200"]
 
 
 def test_a_replay_prefers_a_run_that_executed_the_notebook_to_launches_of_single_experiments(tmp_path, monkeypatch):
     single, whole = _launch(tmp_path / "a", 0.0), _launch(tmp_path / "b", 1.0)
-    monkeypatch.setattr("hyperion.results.store.reference_folder", lambda: tmp_path)
+    monkeypatch.setattr("hyperion.results.places.reference_folder", lambda: tmp_path)
     assert reference_run("", "nb").folder == single
     Run.open(whole).write({LEDGER: json.dumps({"notebooks": {"nb": {"status": "done"}}}).encode()})
     assert reference_run("", "nb").folder == whole
