@@ -174,13 +174,13 @@ class Launches:
 
     @property
     def bound(self) -> str:
-        """What limits the value: the power limit of the device, or the limit of the rows. "" if it is unknown."""
+        """What limits the value: the power limit of the device, the limit of the rows, or "not known"."""
         rows = [member.row for member in self.members]
         if all(map(held_by_power, rows)):
             return "power limit of the device"
         is_rate = rows[0].unit.endswith("/s") or rows[0].unit.endswith("FLOPS")
         near = is_rate and all((member.headline.fraction or 0) >= _NEAR_ITS_LIMIT for member in self.members)
-        return rows[0].limit_source.partition(";")[0] if near else ""
+        return rows[0].limit_source.partition(";")[0] if near else "not known"
 
 
 def update_page(page: Path) -> list[str]:

@@ -280,7 +280,7 @@ class Headline:
         value: the formatted value with its unit.
         interval: the formatted 95 % interval within one launch, in the unit of the row. "" if there is no interval.
         steady: "yes" if the samples were steady, "busy" if they were but other processes used the CPU cores, "unknown" if the
-            samples do not record it. "" if the value does not come from a timing.
+            samples do not record it. For a ratio, the times of both sides count. "" if the value does not come from a timing.
         fraction: value divided by its limit, for times, rates and ratios. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
     """
@@ -318,10 +318,12 @@ def headlines(material: Material) -> list[Headline]:
     found = []
     for subject in subjects_of(row.experiment for row in rows):
         for quote in getattr(subject.figures, "headlines", _no_headlines)(rows, is_steady):
-            if is_steady(quote.row):
+            timings = quote.timings or (quote.row,)
+            if all(map(is_steady, timings)):
                 label = quote.label + mark if quote.row.metric in ACCURACIES else quote.label
-                steady = material.steadiness(quote.row)
-                busy = steady == "yes" and quote.row.busy
+                # The worst counts: "unknown" before "yes", and both before "", which stands for a row without samples of a time.
+                steady = max(map(material.steadiness, timings), key=("", "yes", "unknown").index)
+                busy = steady == "yes" and any(row.busy for row in timings)
                 found.append(_headline(replace(quote, label=label), BUSY if busy else steady))
     return found
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -322,12 +322,14 @@ class Quote:
             quality of one training, or "difference" for a difference between values that must be equal.
         count: number of trainings of a mean, or number of ranks of a difference. If several runs have the value, the one with the
             largest count is quoted.
+        timings: the rows of times from which a ratio was computed. The ratio is steady if all of them are.
     """
 
     label: str
     row: Row
     kind: Literal["speed", "mean", "quality", "difference"] = "speed"
     count: int = 0
+    timings: Sequence[Row] = ()
 
 
 def best_rows(rows: Iterable[Row], kind: Callable[[Row], Hashable]) -> list[Row]:

@@ -76,7 +76,8 @@ class Row:
         data_source: source of the data: mirror, cache, download or synthetic; "" if no data set is used.
         clock_mhz, power_w, throttle: state of the device while the samples were taken. None if it cannot be read.
         host_load, host_steal: shares (0 to 1) of the CPUs of the host that other processes and other virtual machines used
-            while the samples were taken. None if they are unknown, as in runs of earlier versions.
+            while the samples were taken. None if they are unknown (see `OtherLoad.shares`), in ranks, and in runs of earlier
+            versions.
         own_metric: definition of the metric in the run from which the row was read. None for a metric that is built in or
             registered in this process. It is neither a column nor part of the identity of a row.
     """

@@ -21,7 +21,7 @@ from hyperion.book.headline_page import (
     update_page,
 )
 from hyperion.errors import HyperionError
-from hyperion.results import Row, Run
+from hyperion.results import BUSY_GPU, Row, Run
 from hyperion.results.rows import canonical_params
 from hyperion.results.statistics import launches_estimate
 
@@ -214,9 +214,10 @@ def test_the_summary_has_at_most_ten_lines_and_no_weak_scaling_without_strong(tm
         )
         for mode in ("strong", "weak")
     ]
+    traced = replace(scaled[0], metric="share", value=0.95, params=dict(BUSY_GPU), ci_low=None, ci_high=None)
     runs = {}
     for number in range(5):
-        rows = [_scaled_row(row, 1 + number / 1000) for row in (*products, *links, *scaled)]
+        rows = [*(_scaled_row(row, 1 + number / 1000) for row in (*products, *links, *scaled)), traced]
         runs[_run(tmp_path / str(number), rows)] = "launches"
     summary = summary_markdown(runs)
     lines = [line for line in summary.splitlines() if line.startswith("| ") and "quantity" not in line and "---" not in line]

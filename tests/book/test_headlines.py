@@ -1,5 +1,6 @@
 """Each headline is the best of what its label names, and nothing that the label leaves open is better."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -142,8 +143,29 @@ def test_a_ratio_of_two_formats_is_a_headline_only_if_the_times_of_both_were_ste
         == {"resnet18, training step as a graph: bf16 over IEEE fp32, TF32 off": 7.6}
     )
     assert told(*rows, unsteady=(0.07,)) == told(*rows, unsteady=(0.009,)) == {}
+    assert [one.steady for one in headlines(Rows(rows))] == ["yes"], "a ratio is as steady as its times"
 
 
+def test_the_ratio_of_two_speed_ups_has_an_interval_that_contains_both_uncertainties():
+    shared = {"batch": 512, "mode": "graph"}
+    ratios = [row("precision_variants", "resnet18", "speedup", value, dtype, over="fp32", **shared) for dtype, value in _RATIOS]
+    ratios = [
+        replace(r, ci_low=r.value / low, ci_high=r.value * high)
+        for r, low, high in zip(ratios, (1.03, 1.02), (1.04, 1.05), strict=True)
+    ]
+    times = [row("precision_variants", "resnet18", "step_time_s", time_s, dtype, **shared) for dtype, time_s in _TIMES_S.items()]
+    found = {one.label.rpartition("graph: ")[2]: one.row for one in headlines(Rows([*ratios, *times]))}
+    over = found["bf16 over tf32"]
+    assert over.value == 2.0
+    # bf16 is at its lower end while TF32 is at its upper end, and the other way round.
+    assert math.log(over.value / over.ci_low) == pytest.approx(math.hypot(math.log(1.03), math.log(1.05)))
+    assert math.log(over.ci_high / over.value) == pytest.approx(math.hypot(math.log(1.04), math.log(1.02)))
+    assert list({one.label: one for one in headlines(Rows([*ratios, *times], unsteady=(0.015,)))}) == [
+        "resnet18, training step as a graph: bf16 over IEEE fp32, TF32 off"
+    ]
+
+
+_RATIOS = (("bf16", 8.0), ("tf32", 4.0))
 _TIMES_S = {"fp32": 0.07, "tf32": 0.015, "bf16": 0.009}
 
 
@@ -195,12 +217,15 @@ def test_strong_scaling_stands_beside_weak_on_the_most_devices():
         return row("scaling", model, "scaling_efficiency", value, model=model, strategy="ddp", mode=mode, ranks=ranks)
 
     cells = [cell(model, mode, ranks, 0.9) for ranks in (2, 4) for mode in ("strong", "weak") for model in ("a", "b")]
-    assert list(told(*cells)) == [
-        "a, DDP: weak scaling to 4 devices",
-        "a, DDP: strong scaling to 4 devices",
-        "b, DDP: weak scaling to 4 devices",
-        "b, DDP: strong scaling to 4 devices",
-    ]
+    cells += [row("scaling", model, "share", 0.1, what="exposed communication") for model in ("a", "b")]
+    labels = [f"{model}, DDP: {mode} scaling to 4 devices" for model in ("a", "b") for mode in ("weak", "strong")]
+    assert list(told(*cells)) == labels
+    # Each step of "a" has another time; strong scaling on one device is no row, because it is the same step as weak scaling.
+    steps = {0.1: ("weak", 1), 0.2: ("weak", 2), 0.4: ("weak", 4), 0.3: ("strong", 4)}
+    cells += [row("scaling", "a", "step_time_s", time, mode=mode, ranks=ranks) for time, (mode, ranks) in steps.items()]
+    assert list(told(*cells, unsteady=(0.2,))) == labels
+    assert list(told(*cells, unsteady=(0.1,))) == labels[2:]
+    assert list(told(*cells, unsteady=(0.3,))) == [labels[0], *labels[2:]]
 
 
 @pytest.mark.slow

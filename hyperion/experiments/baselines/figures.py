@@ -484,8 +484,8 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
             yield Quote(f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row)
         elif row.experiment in _COMPARED and row.metric == "speedup" and "rung" not in row.params:
             timings = _compared_timings(row, rows)
-            loops = {timing.params.get("loop", timing.params.get("rung")) for timing in timings}
-            yield from _over_a_plain_loop(row, len(loops) == 2 and all(map(is_steady, timings)))
+            if len({timing.params.get("loop", timing.params.get("rung")) for timing in timings}) == 2:
+                yield from _over_a_plain_loop(row, timings)
 
 
 def _compared_timings(ratio: Row, rows: list[Row]) -> list[Row]:
@@ -504,20 +504,18 @@ def _compared_timings(ratio: Row, rows: list[Row]) -> list[Row]:
     ]
 
 
-def _over_a_plain_loop(row: Row, is_steady: bool) -> Iterator[Quote]:
+def _over_a_plain_loop(row: Row, timings: Sequence[Row]) -> Iterator[Quote]:
     """Yield the speed-up of this library's loop over a plain loop, if the host does not limit the plain loop.
 
-    The parameter `is_steady` says whether the step times of both loops were steady. Otherwise nothing is yielded.
+    `timings` are the step times of both loops.
     """
-    if not is_steady:
-        return
     unit = _COMPARED[row.experiment]
     label = f"{row.variant}, training, batch {row.params['batch']:,}{unit}"
     if row.params.get("over") == "plain, captured":
-        yield Quote(f"{label}: this library over the same plain loop in a graph", row)
+        yield Quote(f"{label}: this library over the same plain loop in a graph", row, timings=timings)
     elif unit:  # not for images, because the host limits their plain loop, and the ratio depends on the host
         compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
-        yield Quote(f"{label}: this library over a plain{compiled} loop", row)
+        yield Quote(f"{label}: this library over a plain{compiled} loop", row, timings=timings)
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:

@@ -334,15 +334,30 @@ def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[
 
 def summary_panels(material: Material) -> list[Panel]:
     """Return panels with the matrix products by size, the bandwidth by size, and the roofline."""
-    squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
-    products = [row for row in squares if row.params.get("cache") != "hot"]
-    streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
+    products, streams = _summary_rows(material)
     wanted = (
         (_draw_products, products),
         (_draw_streams, streams),
         (_draw_roofline, products + streams if products and streams else []),
     )
     return [Panel(rows[0].experiment, functools.partial(draw, rows=rows)) for draw, rows in wanted if rows]
+
+
+def summary_notes(material: Material) -> list[str]:
+    """Return a note with the labelled rates whose samples were not steady, if there are any."""
+    labelled: dict[str, Row] = {}
+    for rows, name, size in zip(_summary_rows(material), ("dtype", "variant"), ("m", "elements"), strict=True):
+        labelled |= {getattr(row, name): row for row in sorted(rows, key=lambda row: row.params[size])}
+    unsteady = [name for name, row in labelled.items() if material.steadiness(row).startswith("no")]
+    return [f"The labelled rates of these were not steady: {', '.join(unsteady)}."] if unsteady else []
+
+
+def _summary_rows(material: Material) -> tuple[list[Row], list[Row]]:
+    """Return the rows of square matrix products and those of the memory bandwidth, both with cold caches."""
+    squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
+    products = [row for row in squares if row.params.get("cache") != "hot"]
+    streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
+    return products, streams
 
 
 def _draw_products(axes: Axes, rows: list[Row]) -> None:

@@ -139,20 +139,29 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
 
     Both are reported, because the efficiency of weak scaling is usually higher. In weak scaling, the work grows with the number
     of devices while the communication stays the same. An efficiency is left out if the host limits the speed of its step or of
-    the step on one device.
+    the step on one device. It is also left out if no steps of its training were traced, as in runs of earlier versions, because
+    only a trace shows whether the host limits the speed.
     """
+    own = select(rows, experiment="scaling")
+    traced = {row.variant for row in own if row.params.get("what") in (EXPOSED, BUSY_GPU["what"])}
     bound = [(row.variant, row.params["ranks"], row.params["mode"]) for row in rows if is_host_bound(row)]
+
+    def steps(row: Row) -> list[tuple]:
+        return [(row.variant, 1, _MODES[0]), (row.variant, row.params["ranks"], row.params["mode"])]
+
     cells = [
         row
-        for row in filter(is_steady, select(rows, metric="scaling_efficiency"))
-        if not any((row.variant, *step) in bound for step in ((1, _MODES[0]), (row.params["ranks"], row.params["mode"])))
+        for row in select(own, metric="scaling_efficiency")
+        if row.variant in traced and not any(step in bound for step in steps(row))
     ]
     most = max((row.params["ranks"] for row in cells), default=0)
     largest = [row for row in cells if row.params["ranks"] == most]
     order = list(dict.fromkeys(row.variant for row in largest))
     for row in sorted(largest, key=lambda row: (order.index(row.variant), row.params["mode"] != "weak")):
         name = f"{row.params['model']}, {row.params['strategy'].upper()}"
-        yield Quote(f"{name}: {row.params['mode']} scaling to {most} devices", row)
+        times = select(own, metric="step_time_s")
+        timings = [time for time in times if (time.variant, time.params["ranks"], time.params["mode"]) in steps(row)]
+        yield Quote(f"{name}: {row.params['mode']} scaling to {most} devices", row, timings=timings)
 
 
 def flat_tables(runs: Sequence[Sequence[Row]]) -> dict[str, pd.DataFrame]:

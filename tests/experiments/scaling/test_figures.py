@@ -64,7 +64,10 @@ def test_an_efficiency_is_no_headline_if_the_host_limits_one_of_its_steps(tmp_pa
     rows += cells("small", {(1, "weak"): 0.4, (2, "weak"): 0.95, (2, "strong"): 0.95})
     rows += cells("unknown", {})  # runs of earlier versions
     quoted = [(quote.row.variant, quote.row.params["mode"]) for quote in headlines(rows, lambda row: True)]
-    assert quoted == [("filled", "weak"), ("filled", "strong"), ("launched", "weak"), ("unknown", "weak"), ("unknown", "strong")]
+    assert quoted == [("filled", "weak"), ("filled", "strong"), ("launched", "weak")]
+    traced = replace(rows[0], variant="unknown", value=0.1, params={"ranks": 2, "mode": "weak", **EXPOSED[2]})
+    on_a_cpu = [quote.row.variant for quote in headlines([*rows, traced], lambda row: True)]
+    assert on_a_cpu.count("unknown") == 2, "traced, without a busy share"
     run = Run.create(tmp_path, {"environment": GPU})
     run.record("08_scaling_analysis", "scaling", rows, pd.DataFrame({"x": [1]}), input_hash="h")
     with styled():
