@@ -14,11 +14,14 @@ class Rows:
     rows: list[Row]
     unsteady: tuple[float, ...] = ()
     short: tuple[float, ...] = ()
+    unrecorded: tuple[float, ...] = ()
     image_caveat: str = ""
 
     def steadiness(self, row: Row) -> str:
         if row.value in self.short:
             return "unknown (5 samples)"
+        if row.value in self.unrecorded:
+            return "unknown"
         return "no (warm-up)" if row.value in self.unsteady else "yes"
 
 
@@ -144,6 +147,8 @@ def test_a_ratio_of_two_formats_is_a_headline_only_if_the_times_of_both_were_ste
     )
     assert told(*rows, unsteady=(0.07,)) == told(*rows, unsteady=(0.009,)) == {}
     assert [one.steady for one in headlines(Rows(rows))] == ["yes"], "a ratio is as steady as its times"
+    for time_s in (0.07, 0.009):
+        assert [one.steady for one in headlines(Rows(rows, unrecorded=(time_s,)))] == ["unknown"]
 
 
 def test_the_ratio_of_two_speed_ups_has_an_interval_that_contains_both_uncertainties():

@@ -9,6 +9,7 @@ from hyperion.book.outline import headlines
 from hyperion.chapter import Context, experiment_named
 from hyperion.chapter.rows import stream_ceiling
 from hyperion.experiments.hardware.figures import roofline as picture
+from hyperion.experiments.hardware.figures import summary_notes
 from hyperion.figures.material import Material
 from hyperion.models import ModelFlops
 from hyperion.results import Row, Run
@@ -98,3 +99,19 @@ def test_picture_and_headlines(run):
     texts = [text.get_text() for text in picture(Material(run)).axes[0].texts]
     assert "bf16 741.4" in texts and "4,271 GB/s measured" in texts
     assert [headline.value for headline in headlines(Material(run))] == ["741.4 TFLOPS", "4,271 GB/s"]
+
+
+def test_the_summary_names_labelled_rates_that_were_not_steady(tmp_path, monkeypatch):
+    run = Run.create(tmp_path, {})
+    rows = [
+        timed("gemm", "torch.mm", "gemm_tflops", dtype, value, dict.fromkeys("mnk", size) | {"cache": "cold"})
+        for dtype, size, value in (("bf16", 1024, 250.0), ("bf16", 2048, 600.0), ("tf32", 1024, 100.0), ("tf32", 2048, 350.0))
+    ]
+    streams = [timed("bandwidth", "copy", "bandwidth_gb_s", "fp32", 4271.0, {"elements": 8, "cache": "cold"})]
+    for experiment, own in (("gemm", rows), ("bandwidth", streams)):
+        run.record(HARDWARE, experiment, own, pd.DataFrame({"x": [1]}), input_hash="h")
+    unsteady: list[float] = []
+    monkeypatch.setattr(Material, "steadiness", lambda _, row: "no (drift 8 %)" if row.value in unsteady else "yes")
+    assert summary_notes(Material(run)) == []
+    unsteady += [250.0, 350.0, 4271.0]  # the label of bf16 is that of 2048
+    assert summary_notes(Material(run)) == ["The labelled rates of these were not steady: tf32, copy."]
