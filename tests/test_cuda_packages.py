@@ -43,6 +43,7 @@ def lacking(modules: list[str], folder: Path) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.process
 def test_training_code_is_imported_without_the_packages_that_only_cuda_has(tmp_path):

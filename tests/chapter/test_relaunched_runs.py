@@ -37,6 +37,7 @@ def sides(tmp_path, monkeypatch):
     return tmp_path / "bench.py", tmp_path / "old", tmp_path / "new"
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.slow
 def test_real_launches_become_runs_that_compare_reads(sides, tmp_path, capsys):

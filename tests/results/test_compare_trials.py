@@ -257,6 +257,7 @@ def test_a_slowdown_of_ten_percent_is_caught_in_20_of_20_and_nothing_else():
         assert {c.name for c in compared if c.verdict != "same"} == {f"e {SLOWED}"}
 
 
+@pytest.mark.long
 def test_three_percent_is_reported_with_its_power_and_the_power_is_true():
     # Of a change of 3 % in the rate: times grow by a little more.
     compared = trials(1 / 0.97 - 1, count=100, first_seed=7)
@@ -268,6 +269,7 @@ def test_three_percent_is_reported_with_its_power_and_the_power_is_true():
     assert "a worsening of 3% would be confirmed with a probability of" in said
 
 
+@pytest.mark.long
 def test_what_is_called_detectable_is_caught_about_four_times_out_of_five():
     # Launches scatter by 1 %, medians of their samples by a little more.
     changes = [c.detectable for trial in trials(0.0, count=10, first_seed=3) for c in trial]

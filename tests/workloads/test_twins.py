@@ -83,6 +83,7 @@ def test_windows_lie_at_the_two_ends(steps):
     assert early[0] == 0 and late[-1] == steps - 1 and len(early) >= min(4, steps) and len(late) >= min(2, steps)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_false_alarm_rate_is_what_it_says(monkeypatch):
     """Of 40,000 baselines with twins and one variant each, all of one normal distribution, at 1 in 1,000: at most 40 would be

@@ -139,6 +139,7 @@ def test_the_busy_time_of_a_gpu_is_a_share_of_each_timed_step_or_absent_with_the
     assert not busy()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result):
     models = {row.variant for row in result.rows}
@@ -160,6 +161,7 @@ def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result):
     assert all(reason.startswith(("unsupported", "not timed")) for reason in absent.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_bought_for_memory_saves_some(result):
     (language,) = {row.variant for row in result.rows} - {"resnet18_w8"}
@@ -170,6 +172,7 @@ def test_what_is_bought_for_memory_saves_some(result):
     assert held["chunked loss"] < held["fused optimizer"] and held["activation checkpointing"] < held["chunked loss"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_loss_that_strays_is_not_stored(result, context, tmp_path):
     strayed = result.samples.copy()

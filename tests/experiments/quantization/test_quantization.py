@@ -89,6 +89,7 @@ def test_the_files_of_the_variants_are_removed(home, tmp_path, monkeypatch):
     assert not context.workspace.exists()
 
 
+@pytest.mark.long
 def test_every_scheme_has_bytes_errors_quality_and_time_or_a_reason(result):
     ran = {row.variant for row in known(result.rows, "count")}
     here = {scheme.name for scheme in SCHEMES if not scheme.why_absent(detect())}
@@ -108,6 +109,7 @@ def test_every_scheme_has_bytes_errors_quality_and_time_or_a_reason(result):
     assert all(holds for holds, _ in byte_claims(result.rows) + error_claims(result.rows))
 
 
+@pytest.mark.long
 def test_rows_name_what_ran(result):
     found = {(row.variant, row.params["model"]): row.params for row in known(result.rows, "count")}
     static = found["int8 static", "resnet18_toy"]
@@ -119,6 +121,7 @@ def test_rows_name_what_ran(result):
         assert "bitsandbytes" in found["NF4", "llama_toy"]["kernel"]
 
 
+@pytest.mark.long
 def test_bytes_are_predicted_before_and_the_order_of_formats_is_right(result, tmp_path):
     forecasts = quantization.forecast(toy_context("quantization", TOY, tmp_path))
     stored = {(row.variant, json.dumps(row.params)): row.value for row in known(result.rows, "weight_bytes")}

@@ -74,6 +74,7 @@ def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result)
     assert row.value == pytest.approx((own["exposed_ns"] / own["window_ns"]).mean())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
@@ -87,6 +88,7 @@ def test_every_difference_has_its_interval_and_no_share_is_negative(result):
         assert (share.value == row.value) if row.ci_low > 0 else (share.value is None and "no share" in share.value_reason)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")

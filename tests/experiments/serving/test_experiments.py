@@ -107,6 +107,7 @@ def by_variant(rows, metric):
     return {row.variant: row for row in rows if row.metric == metric}
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_soak_has_a_checked_row_for_each_fault(toy, tmp_path):
     toy(gap_s=0.01, work_s=0.003)
@@ -369,6 +370,7 @@ def test_requests_of_an_open_loop_wait_in_the_client_if_the_server_has_no_place(
     assert opened[95].value > 0.7 and all(holds for holds, _ in value_claims("server_load", rows))
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_load_has_percentiles_over_runs(toy, tmp_path):
     toy(first_s=0.02, gap_s=0.01)

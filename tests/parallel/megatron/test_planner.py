@@ -143,7 +143,11 @@ def stored_bytes(shape: LlamaShape, batch: Batch) -> int:
 @pytest.mark.process
 @pytest.mark.skipif(bool(release.why_unavailable()), reason="megatron-core is not installed")
 @pytest.mark.parametrize(
-    ("shape", "batch"), [(LlamaShape(64, 2, 4, 2, 176, 64), Batch(32, 2)), (LlamaShape(128, 6, 8, 8, 352, 64), Batch(128, 1))]
+    ("shape", "batch"),
+    [
+        (LlamaShape(64, 2, 4, 2, 176, 64), Batch(32, 2)),
+        pytest.param(LlamaShape(128, 6, 8, 8, 352, 64), Batch(128, 1), marks=pytest.mark.long),
+    ],
 )
 def test_megatron_core_stores_at_least_the_activations_of_the_formula_and_at_most_1_6_times_as_much(shape, batch):
     with IsolatedProcess(timeout_s=120) as process:
