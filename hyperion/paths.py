@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError
 
 HOME = "HYPERION_HOME"
 NO_HOME = "/nonexistent"  # Debian enters this path for users who have no home folder
-SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
+SILENT_HOSTS, FRAMES = "HYPERION_SILENT_HOSTS", "HYPERION_FRAMES"
 
 
 def project_root() -> Path:
@@ -55,6 +55,12 @@ def data_folder() -> Path:
 def silent_hosts_folder() -> Path | None:
     """Return the folder in which one call of `make reproduce` records unreachable hosts, or None outside of such a call."""
     named = os.environ.get(SILENT_HOSTS)
+    return Path(named) if named else None
+
+
+def frames_folder() -> Path | None:
+    """Return the folder in which a notebook and its jobs record printed frames, or None outside of `make reproduce`."""
+    named = os.environ.get(FRAMES)
     return Path(named) if named else None
 
 

@@ -1,6 +1,8 @@
 """The README's commands for the whole book are run as printed. test_readme_variants has those that start other runs."""
 
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,10 @@ def test_make_reproduce_runs_the_whole_book(reproduced, place):
     assert sources == {"mirror" if os.environ.get("HYPERION_DATA_MIRROR") else "synthetic"}
     for made in ("report.html", "benchmarks/hardware/gemm.png", "notebooks/02_core_framework.html"):
         assert (latest.folder / made).stat().st_size > 1000
+    for page in (latest.folder / "notebooks").glob("*.ipynb"):
+        frames = Counter(re.findall(r"  DATA  [\w-]+: source", page.read_text(encoding="utf-8")))
+        assert frames or page.stem not in ("01_dataset_preparation", "05_distributed_training")
+        assert set(frames.values()) <= {1}, f"{page.stem}: a notebook and its jobs name a source once"
     if sources == {"synthetic"}:
         assert "SYNTHETIC" in reproduced.stdout
     else:

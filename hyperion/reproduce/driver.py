@@ -17,7 +17,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from hyperion.hardware.cpu import waiting_threads
-from hyperion.paths import SILENT_HOSTS, project_root, results_folder
+from hyperion.paths import FRAMES, SILENT_HOSTS, project_root, results_folder
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
 from hyperion.reproduce.execution import (
     BudgetSpent,
@@ -251,9 +251,12 @@ class _Call:
         silent = self.scratch / "silent-hosts"  # shared by all notebooks of this call
         # With this folder, later notebooks do not wait again for a host that did not answer.
         silent.mkdir(exist_ok=True)
+        frames = self.scratch / f"frames-{notebook.stem}"
+        frames.mkdir(exist_ok=True)
 
         def work(place: Place, interruption: Interruption) -> Outcome:
-            variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0", SILENT_HOSTS: str(silent)}
+            variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"}
+            variables |= {SILENT_HOSTS: str(silent), FRAMES: str(frames)}
             # Only one notebook at a time uses a place, so the sockets and files of kernels cannot collide.
             folder = self.scratch / str(place.number)
             folder.mkdir(exist_ok=True)

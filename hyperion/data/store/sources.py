@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, Protocol, TypeVar
 
 from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash, staged, write_manifest
-from hyperion.paths import expanded, silent_hosts_folder
+from hyperion.paths import expanded, frames_folder, silent_hosts_folder
 from hyperion.terminal import progress_bar
 from hyperion.untrusted import read_bounded
 
@@ -181,11 +181,31 @@ def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
 
 @functools.cache
 def _print_framed(lines: tuple[str, ...]) -> None:
-    """Print lines in a frame, once in each process: most experiments of a chapter read the same data."""
+    """Print lines in a frame, once in each process: most experiments of a chapter read the same data.
+
+    In `make reproduce`, they are printed once in each notebook, also if its jobs read the same data.
+    """
+    if _is_recorded(lines):
+        return
     rule = "=" * _FRAME_WIDTH
     # JupyterLab breaks longer lines, also within words.
     fit = textwrap.TextWrapper(_FRAME_WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False, break_long_words=False)
     print("\n".join([rule, *map(fit.fill, lines), rule]), flush=True)
+
+
+def _is_recorded(lines: tuple[str, ...]) -> bool:
+    """Record that this notebook prints these lines. Return True if it or one of its jobs already did."""
+    folder = frames_folder()
+    # A notebook shows the output of rank 0 only.
+    if folder is None or os.environ.get("RANK", "0") != "0":
+        return False
+    try:
+        (folder / hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # the call of `make reproduce` has ended and removed the folder
+        return False
+    return False
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,21 @@ def test_one_call_of_the_driver_asks_a_silent_host_once_in_all_its_processes(sil
     assert len(accepted) == 1
 
 
+def test_a_notebook_and_its_jobs_print_a_frame_once(tmp_path, monkeypatch, capsys):
+    def printed(*lines: str, rank: str = "0") -> bool:
+        sources._print_framed.cache_clear()  # as in another process
+        monkeypatch.setenv("RANK", rank)
+        sources._print_framed(lines)
+        return "DATA" in capsys.readouterr().out
+
+    assert printed("DATA a") and printed("DATA a"), "outside of `make reproduce`"
+    monkeypatch.setenv("HYPERION_FRAMES", str(tmp_path / "frames"))
+    assert printed("DATA a") and printed("DATA a"), "without the folder, a frame is better twice than never"
+    (tmp_path / "frames").mkdir()
+    # The notebook does not show what rank 1 prints.
+    assert [printed("DATA a", rank="1"), printed("DATA a"), printed("DATA a"), printed("DATA b")] == [True, True, False, True]
+
+
 LOAD_EVERYTHING = """
 import sys
 from hyperion.data import load_cifar10, load_tokenizer, load_wikitext2
