@@ -7,6 +7,7 @@ dtype and its params. A property in which the rows differ is a column. A propert
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any, cast
 
@@ -220,6 +221,7 @@ def tables_of(
         for caption, table in (("By epoch", epoch_table(rows)), ("By phase and part", phase_table(rows)))
         if len(table)
     ]
+    rows = [_as_difference(row) for row in rows]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         if "epoch" not in row.params and not {"phase", "part"} <= row.params.keys():
@@ -233,6 +235,13 @@ def tables_of(
         caption = f"{metric}: {chosen[0].definition.meaning}" + (f" ({shared})" if shared else "")
         tables.append((caption + _caveat(chosen, image_caveat), metric_table(chosen, metric, steadiness, prediction)))
     return [*tables, ("Not measured", _missing_table(missing))] if missing else tables
+
+
+def _as_difference(row: Row) -> Row:
+    """Return the row, as a difference instead of a share if it may be negative. Runs of earlier versions contain such shares."""
+    lowest = row.value if row.ci_low is None else row.ci_low
+    is_difference = row.metric == "communication_share" and lowest is not None and lowest < 0
+    return replace(row, metric="alone_difference") if is_difference else row
 
 
 def _missing_table(rows: Iterable[Row]) -> pd.DataFrame:

@@ -119,6 +119,22 @@ def test_rows_of_tables_without_any_value_are_combined_and_no_other():
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "low", "shown"),
+    [
+        (-0.06, None, "alone_difference"),
+        (0.01, -0.01, "alone_difference"),
+        (0.06, None, "communication_share"),
+        (0.06, 0.04, "communication_share"),
+    ],
+)
+def test_a_stored_share_that_may_be_negative_is_shown_as_a_difference(value, low, shown):
+    ends = {} if low is None else {"ci_low": low, "ci_high": 0.1, "n": 20}
+    row = Row(notebook="nb", experiment="scaling", variant="v", metric="communication_share", value=value, **ends)
+    ((caption, table),) = tables_of([row])
+    assert caption.startswith(f"{shown}: ") and f"{shown} [fraction]" in table.columns
+
+
 def test_prediction_error_is_signed(material):
     row = next(r for r in material.of("text_pipeline") if r.metric == "share")
     assert prediction_error(row) == pytest.approx(0.45 / 0.37 - 1)
