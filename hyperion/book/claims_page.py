@@ -6,6 +6,7 @@
 import math
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pandas as pd
 from hyperion.book.display import fill
 from hyperion.errors import HyperionError, not_none
 from hyperion.experiments.hardware.figures_products import repeated_products
+from hyperion.figures.material import Material, is_timed, worst_steadiness
 from hyperion.figures.tables import markdown
 from hyperion.results import Row, Run
 
@@ -34,13 +36,16 @@ def claims_markdown(runs: dict[Run, str]) -> str:
         HyperionError: a claim names a run or a row that does not exist, or several rows at once.
     """
     lines = []
+    materials = {run: Material(run) for run in runs}
     for claim in tomllib.loads(_FILE.read_text(encoding="utf-8"))["claim"]:
-        rows = {name: _row(runs, wanted, claim["claim"]) for name, wanted in claim.get("rows", {}).items()}
+        found = {name: _row(runs, wanted, claim["claim"]) for name, wanted in claim.get("rows", {}).items()}
+        rows = {name: row for name, (_, row) in found.items()}
         lines.append(
             {
                 "claim": claim["claim"],
                 "published": claim["published"],
                 "our rows": fill(claim["answer"], **rows),
+                "times steady": _steadiness(materials, found.values()),
                 "answer": _answer(claim.get("holds", []), rows),
                 "run": ", ".join(dict.fromkeys(wanted["run"] for wanted in claim.get("rows", {}).values())) or "none",
             }
@@ -48,18 +53,24 @@ def claims_markdown(runs: dict[Run, str]) -> str:
     return markdown(pd.DataFrame(lines)).strip()
 
 
-def _row(runs: dict[Run, str], wanted: dict, claim: str) -> Row:
+def _steadiness(materials: dict[Run, Material], rows: Iterable[tuple[Run, Row]]) -> str:
+    """Return the worst steadiness of the times, rates and ratios of times among the rows of a claim."""
+    timed = [(run, row) for run, row in rows if is_timed(row) or row.metric == "speedup"]
+    return worst_steadiness(["", *(materials[run].steadiness(row) for run, row in timed)])
+
+
+def _row(runs: dict[Run, str], wanted: dict, claim: str) -> tuple[Run, Row]:
     params = {name: value for name, value in wanted.items() if name not in ("run", *_COLUMNS)}
     named = [run for run, name in runs.items() if name == wanted["run"]]
     found = [
-        row
+        (run, row)
         for run in named
         for row in run.rows()
         if all(getattr(row, name) == wanted[name] for name in _COLUMNS if name in wanted)
         and params.items() <= row.params.items()
         and row.rank is None
     ]
-    if len(found) != 1 or found[0].value is None:
+    if len(found) != 1 or found[0][1].value is None:
         raise HyperionError(
             f"{len(found)} rows with these properties: {wanted}",
             where=f"{_FILE.name}: {claim}",

@@ -19,6 +19,7 @@ from hyperion.figures.material import (
     made_from_rows,
     measured,
     quoted_value,
+    worst_steadiness,
 )
 from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
@@ -321,8 +322,7 @@ def headlines(material: Material) -> list[Headline]:
             timings = quote.timings or (quote.row,)
             if all(map(is_steady, timings)):
                 label = quote.label + mark if quote.row.metric in ACCURACIES else quote.label
-                # The worst counts: "unknown" before "yes", and both before "", which stands for a row without samples of a time.
-                steady = max(map(material.steadiness, timings), key=("", "yes", "unknown").index)
+                steady = worst_steadiness(map(material.steadiness, timings))
                 busy = steady == "yes" and any(row.busy for row in timings)
                 found.append(_headline(replace(quote, label=label), BUSY if busy else steady))
     return found

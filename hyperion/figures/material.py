@@ -183,9 +183,8 @@ class Material:
         for params in (row.params, {name: value for name, value in row.params.items() if name != "clock"}):
             for of_step in ("", phase if phase in STEP_PHASES else "step"):
                 if seen := found.get((row.variant, row.dtype, canonical_params(params), of_step)):
-                    return min(seen, key=lambda text: ("no", "unknown", "yes").index(text.partition(" ")[0]))
-        is_timed = row.unit == "s" or row.unit.endswith("/s") or row.unit.endswith("FLOPS")
-        return "unknown" if is_timed and row.ci_low is not None and "seeds" not in row.params else ""
+                    return worst_steadiness(seen)
+        return "unknown" if is_timed(row) and row.ci_low is not None and "seeds" not in row.params else ""
 
     def replayed_from(self, notebook: str, experiment: str) -> str:
         """Return the reference machine from which an experiment was replayed, or "" if it was measured in this run."""
@@ -201,6 +200,16 @@ class Material:
         pair = next(pair for pair in self.experiments if pair[1] == experiment)
         reference = self.replayed_from(*pair)
         return f"{reference} (replay)" if reference else device_name(self.information)
+
+
+def is_timed(row: Row) -> bool:
+    """Return whether the value of a row is a time or a rate."""
+    return row.unit == "s" or row.unit.endswith("/s") or row.unit.endswith("FLOPS")
+
+
+def worst_steadiness(states: Iterable[str]) -> str:
+    """Return the worst of several results of `Material.steadiness`. From worst to best: "no", "unknown", "yes", ""."""
+    return max(states, key=lambda state: ("", "yes", "unknown", "no").index(state.partition(" ")[0]))
 
 
 def held_by_power(row: Row) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from hyperion.book import claims_page
 from hyperion.book.claims_page import claims_markdown, repeats_markdown, reruns_markdown
 from hyperion.errors import HyperionError
+from hyperion.figures.material import Material
 from hyperion.results import Row, Run
 
 SPEED = Row(
@@ -20,10 +21,11 @@ CHAPTER, GEMM = "01_hardware_exploration", "gemm"
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A run named `one` with two rows, and the claims that a test writes."""
+    """A run named `one` with two speed-ups and a size of memory, and the claims that a test writes."""
     run = Run.create(tmp_path / "one", {"profile": "smoke"})
     four = replace(SPEED, value=2.0, ci_low=1.8, ci_high=2.2, params={"ranks": 4})
-    rows = [replace(row, limit_source="no limit: made up") for row in (SPEED, four)]
+    memory = replace(four, metric="peak_memory_gib", params={"ranks": 8})
+    rows = [replace(row, limit_source="no limit: made up") for row in (SPEED, four, memory)]
     run.record("n", "e", rows, pd.DataFrame({"x": [1.0]}), input_hash="h")
 
     def table(claim: str) -> str:
@@ -53,14 +55,24 @@ def test_an_answer_follows_from_both_ends_of_the_interval(made, condition, answe
     rows = "[claim.rows]\n" + "".join(
         f'{name} = {{ run = "one", metric = "speedup", ranks = {ranks} }}\n' for name, ranks in (("two", 2), ("four", 4))
     )
-    assert made(f"holds = [{condition}]\n{rows}").splitlines()[-1] == f"| c | p | a | {answer} | one |"
+    assert made(f"holds = [{condition}]\n{rows}").splitlines()[-1] == f"| c | p | a |  | {answer} | one |"
+
+
+@pytest.mark.parametrize(
+    ("states", "worst"), [(("yes", "yes"), "yes"), (("unknown", "yes"), "unknown"), (("unknown", "no (drift)"), "no (drift)")]
+)
+def test_the_worst_of_the_times_of_a_claim_counts_and_memory_is_no_time(made, monkeypatch, states, worst):
+    by_ranks = dict(zip((2, 4, 8), (*states, "no (warm-up)"), strict=True))
+    monkeypatch.setattr(Material, "steadiness", lambda _, row: by_ranks[row.params["ranks"]])
+    rows = "".join(f'r{ranks} = {{ run = "one", ranks = {ranks} }}\n' for ranks in by_ranks)
+    assert made(f"[claim.rows]\n{rows}").splitlines()[-1] == f"| c | p | a | {worst} | undecided | one |"
 
 
 def test_a_claim_without_rows_is_not_measured(made):
-    assert made("").splitlines()[-1] == "| c | p | a | not measured | none |"
+    assert made("").splitlines()[-1] == "| c | p | a |  | not measured | none |"
 
 
-@pytest.mark.parametrize("wanted", ['run = "one"', 'run = "one", ranks = 8', 'run = "two"', 'run = "one", dtype = "bf16"'])
+@pytest.mark.parametrize("wanted", ['run = "one"', 'run = "one", ranks = 16', 'run = "two"', 'run = "one", dtype = "bf16"'])
 def test_a_claim_that_does_not_name_one_row_is_refused(made, wanted):
     with pytest.raises(HyperionError, match="rows with these properties"):
         made(f"[claim.rows]\nr = {{ {wanted} }}")
