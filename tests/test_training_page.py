@@ -78,7 +78,6 @@ def test_the_code_of_the_page_trains_and_a_second_call_finds_the_training_finish
     assert held_out_loss(run(script)) == loss
 
 
-@pytest.mark.long
 def test_two_ranks_train_as_one_process_does(script, uninterrupted):
     whole = run(script, **NO_GPU) if torch.cuda.is_available() else uninterrupted[1]
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

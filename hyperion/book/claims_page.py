@@ -54,9 +54,8 @@ def claims_markdown(runs: dict[Run, str]) -> str:
 
 
 def _steadiness(materials: dict[Run, Material], rows: Iterable[tuple[Run, Row]]) -> str:
-    """Return the worst steadiness of the times, rates and ratios of times among the rows of a claim."""
-    timed = [(run, row) for run, row in rows if is_timed(row) or row.metric == "speedup"]
-    return worst_steadiness(["", *(materials[run].steadiness(row) for run, row in timed)])
+    """Return the worst steadiness of the times and rates among the rows of a claim."""
+    return worst_steadiness(["", *(materials[run].steadiness(row) for run, row in rows if is_timed(row))])
 
 
 def _row(runs: dict[Run, str], wanted: dict, claim: str) -> tuple[Run, Row]:

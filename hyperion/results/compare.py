@@ -35,12 +35,13 @@ class Comparison:
         name: experiment, variant, number format, params and rank of the compared rows, joined into one string.
         metric: name of the metric.
         value_a, value_b: typical value of each set: the geometric mean over the launches of the set, after outliers are clipped
-            (see `fenced`), or the arithmetic mean if not all values are positive. None if the value is missing.
+            (see `fenced`), or the arithmetic mean if not all values are positive or if a check bounds them. None if the value is
+            missing.
         change: relative change from A to B, positive if B is better. If not all values are positive, the difference is divided
-            by the larger of the two absolute means. If the value is an error that a check bounds, the difference is divided by
-            the tolerance of the check. None if the value is missing.
+            by the larger of the two absolute means. If the value is a relative error that a check bounds, the difference is
+            divided by the tolerance of the check. None if the value is missing.
         spread: relative standard deviation between launches of the same set, pooled over both sets. None if each set has one
-            launch, or if not all values are positive.
+            launch, if not all values are positive, or if a check bounds them.
         p_value: p-value of the randomization test, corrected for the number of metrics. None if these runs cannot confirm a
             change.
         verdict: "regression" or "improvement" for a confirmed change; "indicative" for a change of more than 3 % that these runs
@@ -217,8 +218,12 @@ def _by_identity(run: Run) -> dict[tuple, Row]:
 
 
 def _tolerance(rows: list[Row]) -> float | None:
-    """Return the largest tolerance of the rows if the value of each is the error that its check bounds, otherwise None."""
-    tolerances = [row.check_tolerance for row in rows if row.check_tolerance and row.check_error == row.value]
+    """Return the largest tolerance of the rows if each value is a relative error that its check bounds, otherwise None.
+
+    Times and counts with such a check are compared like other times and counts: more of them is worse, also below the tolerance.
+    """
+    errors = [row for row in rows if row.unit == "fraction" and row.check_error == row.value]
+    tolerances = [row.check_tolerance for row in errors if row.check_tolerance]
     return max(tolerances) if len(tolerances) == len(rows) else None
 
 

@@ -4,8 +4,6 @@ The functions load the data and the base model, add and check LoRA adapters, and
 model's shape. In this module, an instruction row (or row) is one training example: a prompt and its completion.
 """
 
-import contextlib
-import io
 import json
 import math
 from dataclasses import dataclass, fields
@@ -90,15 +88,10 @@ class FineTuningOptions(Options):
     precision: str
     steady_time_limit_s: float
 
-    def data(self, context: Context, quiet: bool = False) -> "FineTuningData":
+    def data(self, context: Context) -> "FineTuningData":
         """Return the tokenized instruction rows, as loaded by `fine_tuning_data`."""
         return fine_tuning_data(
-            context,
-            self.model,
-            self.sequence_length,
-            real_weights=self.real_weights,
-            held_out_rows=self.held_out_rows,
-            quiet=quiet,
+            context, self.model, self.sequence_length, real_weights=self.real_weights, held_out_rows=self.held_out_rows
         )
 
 
@@ -124,13 +117,7 @@ class FineTuningData:
 
 
 def fine_tuning_data(
-    context: Context,
-    model: str,
-    sequence_length: int,
-    *,
-    real_weights: bool = False,
-    held_out_rows: int | None = None,
-    quiet: bool = False,
+    context: Context, model: str, sequence_length: int, *, real_weights: bool = False, held_out_rows: int | None = None
 ) -> FineTuningData:
     """Load the instruction rows of the context's data source and tokenize them for a model.
 
@@ -142,19 +129,17 @@ def fine_tuning_data(
         sequence_length: maximum number of tokens in a row.
         real_weights: if True, and if the mirror or the cache has a folder llama/, use its weights instead of `model`.
         held_out_rows: number of held-out rows. None uses all of them.
-        quiet: if True, do not print the data source.
     """
-    with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-        rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
-        folder = (local_llama(context.data_source) if real_weights else None) or llama_folder(model)
-        if folder is not None:
-            tokenizer = read_tokenizer(folder)
-        else:
-            source = "auto" if rows.source == "synthetic" else context.data_source
-            tokenizer = load_tokenizer(source, rows.as_corpus())
-        train, held_out = (
-            tokenize_completions(part, tokenizer, sequence_length) for part in (rows.train, rows.held_out[:held_out_rows])
-        )
+    rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
+    folder = (local_llama(context.data_source) if real_weights else None) or llama_folder(model)
+    if folder is not None:
+        tokenizer = read_tokenizer(folder)
+    else:
+        source = "auto" if rows.source == "synthetic" else context.data_source
+        tokenizer = load_tokenizer(source, rows.as_corpus())
+    train, held_out = (
+        tokenize_completions(part, tokenizer, sequence_length) for part in (rows.train, rows.held_out[:held_out_rows])
+    )
     name = folder.resolve().name if folder is not None else model
     return FineTuningData(rows, tokenizer, train, held_out, name, folder or model)
 

@@ -175,7 +175,6 @@ def test_frameworks_in_environments_of_their_own(name, tiny_work, tmp_path, refe
     assert record.ranks == stack.ranks and set(record.versions) == set(stack.packages)
 
 
-@pytest.mark.long
 @pytest.mark.process
 def test_deepspeed_reduces_float32_gradients_also_if_products_are_in_bf16(tiny_work, tmp_path, reference):
     stack = STACKS["deepspeed zero-3"]

@@ -213,6 +213,14 @@ def test_a_time_beside_a_check_is_compared_by_its_ratio(tmp_path):
     assert [c.change for c in compare([a], [b])] == [pytest.approx(1 / 1.5 - 1)]
 
 
+def test_a_time_that_its_check_bounds_is_compared_by_its_ratio(tmp_path):
+    a, b = (
+        recorded(tmp_path / name, [replace(timed("t", time), check="in time", check_error=time, check_tolerance=60.0)])
+        for name, time in (("a", 0.7), ("b", 1.9))
+    )
+    assert [c.change for c in compare([a], [b])] == [pytest.approx(0.7 / 1.9 - 1)]
+
+
 def test_rows_of_two_ranks_have_two_names(tmp_path):
     runs = [recorded(tmp_path / side, [timed("v", t, rank=0), timed("v", 2 * t, rank=1)]) for side, t in (("a", 1.0), ("b", 1.1))]
     assert {c.name for c in compare(runs[:1], runs[1:])} == {"e v rank 0", "e v rank 1"}

@@ -70,7 +70,7 @@ def forecast(context: Context) -> list[Forecast]:
     For the throughput, return only an upper bound.
     """
     options = LlamaLoraOptions.of(context)
-    data = options.data(context, quiet=True)
+    data = options.data(context)
     if data.weights != options.model:
         basis = "no estimate: the shapes of real weights are read when they are loaded"
         return [Forecast(LORA, "tokens_per_s", None, basis)]
@@ -138,7 +138,7 @@ def fine_tune(context: Context, report: Report) -> Result:
 def full_memory(context: Context, report: Report) -> Result:
     """Measure the peak memory of a step that trains every parameter, on the same batch as the LoRA step."""
     options = LlamaLoraOptions.of(context)
-    data, precision = options.data(context, quiet=True), choose_precision(context.device, options.precision)
+    data, precision = options.data(context), choose_precision(context.device, options.precision)
     report(0, 1, FULL)
     shared = {"dtype": precision.dtype, "params": {"model": data.model}, "data_source": data.rows.source}
     try:

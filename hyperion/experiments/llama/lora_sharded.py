@@ -238,7 +238,7 @@ def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, e
 
 def _loaded_row(context: Context, options: LoraShardedOptions, ranks: int) -> Row:
     """Load the saved adapters into a new base model in one process, and compare its logits with the sharded model's."""
-    data = options.of_parity_model().data(context, quiet=True)
+    data = options.of_parity_model().data(context)
     path = checkpoint_path(context.workspace / "adapters", options.steps)
     model = load_base_and_adapter(context, data, path, frozen_dtype(_EXACT))
     expected = load_file(context.workspace / _PROBE)["logits"]
@@ -286,7 +286,7 @@ def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -
     # The engine of the small model must be freed before the large model is built.
     gc.collect()
     report(0, 1, f"{options.model} on {here.size} ranks")
-    data = options.data(context, quiet=options.model == options.parity_model)
+    data = options.data(context)
     precision = choose_precision(context.device, options.precision)
     engine = _engine(context, options, data, precision, here)
     shape = shape_of(engine.model.get_submodule("lm"))

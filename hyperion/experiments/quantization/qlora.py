@@ -101,9 +101,7 @@ def run(context: Context, report: Report) -> Result:
     """
     options = QloraOptions.of(context)
     trained = trained_language_model(context, options.trained_model)
-    data = fine_tuning_data(
-        context, str(trained.folder), options.sequence_length, held_out_rows=options.held_out_rows, quiet=True
-    )
+    data = fine_tuning_data(context, str(trained.folder), options.sequence_length, held_out_rows=options.held_out_rows)
     rows: list[Row] = []
     losses: dict[str, list[float]] = {}
     for done, variant in enumerate((LORA, QLORA, ADAMW, ADAMW_8BIT)):
