@@ -43,7 +43,7 @@ def test_make_reproduce_runs_the_whole_book(reproduced, place):
     for made in ("report.html", "benchmarks/hardware/gemm.png", "notebooks/02_core_framework.html"):
         assert (latest.folder / made).stat().st_size > 1000
     for page in (latest.folder / "notebooks").glob("*.ipynb"):
-        frames = Counter(re.findall(r"  DATA  [\w-]+: source", page.read_text(encoding="utf-8")))
+        frames = Counter(re.findall(r'  DATA  [^\\"]+', page.read_text(encoding="utf-8")))
         assert frames or page.stem not in CHAPTERS_WITH_DATA, page.stem
         assert set(frames.values()) <= {1}, f"{page.stem}: a notebook and its jobs name a source once"
     if sources == {"synthetic"}:
