@@ -157,9 +157,9 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     most = max((row.params["ranks"] for row in cells), default=0)
     largest = [row for row in cells if row.params["ranks"] == most]
     order = list(dict.fromkeys(row.variant for row in largest))
+    times = select(own, metric="step_time_s")
     for row in sorted(largest, key=lambda row: (order.index(row.variant), row.params["mode"] != "weak")):
         name = f"{row.params['model']}, {row.params['strategy'].upper()}"
-        times = select(own, metric="step_time_s")
         timings = [time for time in times if (time.variant, time.params["ranks"], time.params["mode"]) in steps(row)]
         yield Quote(f"{name}: {row.params['mode']} scaling to {most} devices", row, timings=timings)
 
