@@ -1,6 +1,7 @@
 """Export a run: CSV, JSON and PNG files of each experiment to benchmarks/<subject>/, and a README.md for sites such as GitHub."""
 
 import json
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -127,7 +128,7 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section], r
         parts.append(f"![{markdown_text(first.caption)}]({first.path})")
     quoted = _headline_table(material)
     if len(quoted):
-        parts += ["## At a glance", markdown(quoted), ONE_LAUNCH.format(_HEADLINES)]
+        parts += ["## At a glance", markdown(quoted), ONE_LAUNCH.format(_HEADLINES) + _only_weak(quoted[""])]
     for section in found:
         parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)
@@ -164,6 +165,18 @@ def _headline_table(material: Material) -> pd.DataFrame:
             }
             for h in headlines(material)
         ]
+    )
+
+
+def _only_weak(labels: Iterable[str]) -> str:
+    """Return a sentence that explains why some efficiencies of weak scaling have no strong scaling beside them, or ""."""
+    found = set(labels)
+    alone = [label for label in found if ": weak scaling" in label and label.replace(": weak", ": strong") not in found]
+    if not alone:
+        return ""
+    return (
+        " Without strong scaling, the efficiency of weak scaling promises too much. Where the table has no strong scaling, its "
+        "steps were not steady, or the host limited them. The section Scaling shows them."
     )
 
 

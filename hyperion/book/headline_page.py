@@ -56,7 +56,7 @@ _SUMMARY = (
     r".*, perplexity per word, (\S+, )?test split, mean of",
     r"DDP on .* difference of the loss",
     r"FSDP on .* difference of the loss",
-    r".*FSDP: (weak|strong) scaling",
+    r"gpt2_124m, DDP: (weak|strong) scaling",
 )
 _KINDS = "headlines|summary|counts|claims|repeats|reruns"
 _MARKED = re.compile(rf"<!-- ({_KINDS}): (\S+) -->(\n?).*?<!-- end of \1 -->", re.DOTALL)

@@ -153,19 +153,22 @@ class Material:
         if samples_name(notebook, experiment) not in self.run.hashes():
             return found
         samples = self.run.samples(notebook, experiment)
+        if set(samples.columns) >= _STEPS_OF_RANKS:
+            steps = samples[samples["kind"] == "step"]
+            for (workload, ranks, mode), series in steps.groupby(["workload", "ranks", "mode"]):
+                # The warm-up has a fixed number of steps, which all ranks must run. If it is too short, the times drift.
+                step = canonical_params({"ranks": int(ranks), "mode": mode})
+                found[workload, "", step, "step"] = [_state(series.groupby("index")["time_s"].max(), [])]
         if not {"variant", "dtype", "params", "index", "time_s", "warm", "unsteady"} <= set(samples.columns):
             return found
         timed = samples.dropna(subset=["params", "unsteady"])
         # The samples of each series are numbered from 0. Several series can have the same params.
         for _, series in timed.groupby((timed["index"] == 0).cumsum()):
-            first, drift = series.iloc[0], drift_of(series["time_s"])
-            reasons = [] if first["warm"] else ["warm-up"]
-            reasons += [f"drift {percent(drift.relative, signed=True)} %"] if drift.present else []
-            short = f"unknown ({len(series)} samples)" if len(series) < LEAST_FOR_DRIFT else "yes"
+            first = series.iloc[0]
             phase = first.get("phase")
             key = first["variant"], first["dtype"], canonical_params(json.loads(first["params"]))
             place = (*key, phase if isinstance(phase, str) else "")
-            found.setdefault(place, []).append(f"no ({', '.join(reasons)})" if reasons else short)
+            found.setdefault(place, []).append(_state(series["time_s"], [] if first["warm"] else ["warm-up"]))
         return found
 
     def steadiness(self, row: Row) -> str:
@@ -184,6 +187,9 @@ class Material:
             for of_step in ("", phase if phase in STEP_PHASES else "step"):
                 if seen := found.get((row.variant, row.dtype, canonical_params(params), of_step)):
                     return worst_steadiness(seen)
+        step = canonical_params({name: row.params[name] for name in ("ranks", "mode") if name in row.params})
+        if is_timed(row) and (seen := found.get((row.variant, "", step, "step"))):
+            return worst_steadiness(seen)
         return "unknown" if is_timed(row) and row.ci_low is not None and "seeds" not in row.params else ""
 
     def replayed_from(self, notebook: str, experiment: str) -> str:
@@ -200,6 +206,25 @@ class Material:
         pair = next(pair for pair in self.experiments if pair[1] == experiment)
         reference = self.replayed_from(*pair)
         return f"{reference} (replay)" if reference else device_name(self.information)
+
+
+# Columns of samples that contain the steps of several ranks. A step takes as long as on its slowest rank.
+_STEPS_OF_RANKS = {"workload", "ranks", "mode", "kind", "rank", "index", "time_s"}
+
+
+def _state(times: "pd.Series", reasons: list[str]) -> str:
+    """Return whether a series of times is steady, as `Material.steadiness` does.
+
+    Args:
+        times: the times in the order in which they were taken.
+        reasons: reasons known so far why the series is not steady.
+    """
+    drift = drift_of(times)
+    if drift.present:
+        reasons = [*reasons, f"drift {percent(drift.relative, signed=True)} %"]
+    if reasons:
+        return f"no ({', '.join(reasons)})"
+    return f"unknown ({len(times)} samples)" if len(times) < LEAST_FOR_DRIFT else "yes"
 
 
 def is_timed(row: Row) -> bool:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from nbconvert import HTMLExporter
 
 # Limit on the total size of all references as git stores them, which is what each clone downloads.
-LARGEST_BYTES = 25_000_000
+LARGEST_BYTES = 26_000_000
 _PAGES = "notebooks/"
 # A link to a notebook, as in "Before: [2.7 Compilation](07_compilation_optimization.ipynb)", or to the page of a notebook.
 _NOTEBOOK_LINK = re.compile(rb'<a href="(?:[^":]*/)?(\d\d_[^":/]+)\.(?:ipynb|html)"[^>]*>(.*?)</a>', re.DOTALL)

@@ -206,15 +206,17 @@ def test_the_summary_has_at_most_ten_lines_and_no_weak_scaling_without_strong(tm
         _speed_row(
             0.9,
             experiment="scaling",
-            variant="fsdp",
+            variant="ddp",
             metric="scaling_efficiency",
-            params={"ranks": 2, "model": "lm", "strategy": "fsdp", "mode": mode},
+            params={"ranks": 2, "model": "gpt2_124m", "strategy": "ddp", "mode": mode},
             limit=None,
             limit_source="no limit: ideal is 1",
         )
         for mode in ("strong", "weak")
     ]
-    traced = replace(scaled[0], metric="share", value=0.95, params=dict(BUSY_GPU), ci_low=None, ci_high=None)
+    traced = replace(
+        scaled[0], metric="share", value=0.95, params={"ranks": 1, "mode": "weak", **BUSY_GPU}, ci_low=None, ci_high=None
+    )
     runs = {}
     for number in range(5):
         rows = [*(_scaled_row(row, 1 + number / 1000) for row in (*products, *links, *scaled)), traced]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from hyperion.book.export import _only_weak
 from hyperion.book.outline import headlines
 from hyperion.results import Row
 
@@ -231,6 +232,12 @@ def test_strong_scaling_stands_beside_weak_on_the_most_devices():
     assert list(told(*cells, unsteady=(0.2,))) == labels
     assert list(told(*cells, unsteady=(0.1,))) == labels[2:]
     assert list(told(*cells, unsteady=(0.3,))) == [labels[0], *labels[2:]]
+
+
+def test_weak_scaling_without_strong_scaling_is_explained():
+    both = ["gpt2, DDP: weak scaling to 4 devices", "gpt2, DDP: strong scaling to 4 devices", "memory copy"]
+    assert _only_weak(both) == _only_weak([]) == ""
+    assert "promises too much" in _only_weak([*both, "resnet18, DDP: weak scaling to 4 devices"])
 
 
 @pytest.mark.slow

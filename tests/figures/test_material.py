@@ -69,6 +69,41 @@ def test_steadiness_comes_from_the_samples_of_the_same_variant_format_and_parame
     assert "steady" not in tables_of(material.rows)[0][1]
 
 
+def test_a_step_of_several_ranks_is_steady_if_its_slowest_rank_does_not_drift(tmp_path):
+    def row(variant, ranks, mode, metric="step_time_s"):
+        params = {"ranks": ranks, "mode": mode, "model": "m", "tokens": 64}
+        ends = {"ci_low": 0.9, "ci_high": 1.1, "n": 9, "limit_source": "none"} if metric == "step_time_s" else {}
+        return Row(notebook="n", experiment="e", variant=variant, dtype="bf16", params=params, metric=metric, value=1.0, **ends)
+
+    flat, rising, short = [1.0] * 12, np.linspace(1, 1.3, 12), [1.0] * 9
+    series = {
+        ("a", 1, "weak", "step"): [flat],
+        ("a", 2, "weak", "step"): [flat, 0.5 * rising],  # the slowest rank does not drift
+        ("a", 2, "strong", "step"): [flat, rising],
+        ("a", 2, "weak", "alone"): [rising, rising],  # another measurement
+        ("b", 2, "weak", "step"): [short, short],
+    }
+    samples = [
+        {"workload": name, "ranks": ranks, "mode": mode, "kind": kind, "rank": rank, "index": index, "time_s": time_s}
+        for (name, ranks, mode, kind), times in series.items()
+        for rank, times_s in enumerate(times)
+        for index, time_s in enumerate(times_s)
+    ]
+    rows = [row("a", 1, "weak"), row("a", 2, "weak"), row("a", 2, "strong"), row("b", 2, "weak"), row("c", 2, "weak")]
+    rows.append(row("a", 2, "weak", "share"))
+    run = Run.create(tmp_path / "run", {"environment": {}})
+    run.record("n", "e", rows, pd.DataFrame(samples), input_hash="h")
+    material = Material(run)
+    assert [material.steadiness(row) for row in material.rows] == [
+        "yes",
+        "yes",
+        "no (drift +28.5 %)",
+        "unknown (9 samples)",
+        "unknown",
+        "",
+    ]
+
+
 def test_each_phase_of_a_step_has_a_steadiness_of_its_own_and_the_worst_of_several_series_counts(tmp_path):
     def row(metric, variant="model", **params):
         limit = {"limit_source": "no limit: made up", "check": "equal", "check_error": 0.0, "check_tolerance": 1.0}

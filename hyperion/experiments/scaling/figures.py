@@ -1,6 +1,6 @@
 """Figures of scaling by number of devices: speed-up, efficiency, and the cost of communication."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import mean, stdev
 from typing import Any
 
@@ -16,6 +16,9 @@ from hyperion.results import BUSY_GPU, Row
 _MODES = ("weak", "strong")
 _BUSY_ENOUGH = 0.9  # if the GPUs are busy for a smaller share of a step, the host limits the speed
 EXPOSED = "exposed communication"  # part of a profiled step; `what` of its rows
+# Each rank waits for the slowest rank inside the collectives. These are two values of the parameter `of`: the row contains the
+# mean over the ranks, or the value of the rank that waits least, which is the slowest one.
+MEAN_WAIT, LEAST_WAIT = "profiled step, mean of the ranks", "profiled step, rank that waits least"
 MISSING = "missing"  # text in the flat table for a value that was not measured
 
 
@@ -44,25 +47,28 @@ def scaling(material: Material) -> Figure | None:
 def communication(material: Material) -> Figure | None:
     """Plot two measures of the cost of communication by number of devices.
 
-    The first measure is the share of a profiled step in which a device only communicates.
+    The first measure is the share of a profiled step in which a device only communicates. The mean over the ranks is drawn as a
+    line. A band connects it to the value of the rank that waits least, which runs of earlier versions do not have.
 
     For the second measure, each device also runs its part of the step alone, without communication. The measure is the difference
     of the two step times, divided by the step time with communication. It is negative if the device alone is slower, for example
     because it updates the whole optimizer state. Runs of earlier versions have only the second measure.
     """
     rows = measured(material.of("scaling"))
-    exposed = [row for row in rows if row.metric == "share" and row.params.get("what") == EXPOSED]
+    exposed, least = ([row for row in exposed_rows(rows) if row.params.get("of") == of] for of in (MEAN_WAIT, LEAST_WAIT))
     # Runs of earlier versions store the second measure, the difference of the step times, under the name of a share.
     differences = select(rows, metric="alone_difference") or select(rows, metric="communication_share")
     if not differences and not exposed:
         return None
-    figure, panels = new_figure("Cost of communication", material.machine("scaling"), 2)
+    figure, panels = new_figure("Cost of communication", material.machine("scaling"), 2, height=5.2)
     for axes, mode in zip(panels, _MODES, strict=True):
         for chosen, what, line in ((exposed, "exposed", "-"), (differences, "difference from alone", ":")):
             _curves(axes, [row for row in chosen if row.params.get("mode") == mode], None, what, line)
+        _bands(axes, *([row for row in chosen if row.params.get("mode") == mode] for chosen in (exposed, least)))
         axes.axhline(0, color=MUTED, linewidth=1)
         axes.set(ylabel="fraction of the time of the step", title=f"{mode.capitalize()} scaling")
-        axes.legend()
+        # Below the panel, because the curves can be anywhere in it.
+        axes.legend(fontsize=7.5, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     top = max(axes.get_ylim()[1] for axes in panels)
     bottom = min(axes.get_ylim()[0] for axes in panels)
     for axes in panels:
@@ -72,6 +78,7 @@ def communication(material: Material) -> Figure | None:
         "zero, the difference is no share of communication."
     ]
     notes += ["Solid, filled: exposed communication of profiled steps, mean of the ranks."] if exposed else []
+    notes += ["Band: from the rank that waits least for the others up to this mean, so the time spent waiting."] if least else []
     add_notes(figure, notes)
     return figure
 
@@ -98,28 +105,63 @@ def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", l
     axes.set(xlabel="devices")
 
 
+def _bands(axes: Axes, means: list[Row], least: list[Row]) -> None:
+    """Fill the area between the mean of the ranks and the rank that waits least, in the color of each training run."""
+    for place, name in enumerate(dict.fromkeys(row.variant for row in means)):
+        lower, upper = ({row.params["ranks"]: row.value for row in select(rows, variant=name)} for rows in (least, means))
+        x = sorted(lower.keys() & upper.keys())
+        if x:
+            ends = ([of[n] for n in x] for of in (lower, upper))
+            axes.fill_between(x, *ends, color=look(name, place)["color"], alpha=0.15, linewidth=0)
+
+
 def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
     return [row for row in rows if row.metric == metric and row.params.get("mode") == mode]
+
+
+def exposed_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows with the exposed communication of profiled steps."""
+    return [row for row in select(rows, experiment="scaling", metric="share") if row.params.get("what") == EXPOSED]
+
+
+def step_of(row: Row) -> tuple[str, int, str]:
+    """Return (training workload, number of ranks, scaling mode) of the step to which a row of the experiment belongs."""
+    return row.variant, row.params["ranks"], row.params["mode"]
+
+
+def busy_shares(rows: Sequence[Row]) -> dict[tuple[str, int, str], float]:
+    """Return a dict that maps each step (see `step_of`) to the share of its time in which the GPU works or exchanges data.
+
+    Waiting for a slower rank does not count. A row of an earlier version contains the mean over the ranks, with the time that
+    they spend in collectives. All exposed communication is then subtracted. If the links are slow, this is more than the waiting.
+    """
+    shares = {}
+    for row in measured(select(rows, experiment="scaling", metric="share")):
+        if not BUSY_GPU.items() <= row.params.items():
+            continue
+        waiting = 0.0
+        if row.params["ranks"] > 1 and row.params.get("of") != LEAST_WAIT:
+            waiting = sum(not_none(other.value) for other in measured(exposed_rows(rows)) if step_of(other) == step_of(row))
+        shares[step_of(row)] = not_none(row.value) - waiting
+    return shares
+
+
+def is_host_bound(busy_share: float) -> bool:
+    """Return True if the GPU waits for the host during so much of a step that the host limits its speed."""
+    return busy_share < _BUSY_ENOUGH
 
 
 def _idle(rows: Sequence[Row]) -> list[str]:
     """Return a sentence with the steps whose speed the host limits, and during which part of each step the GPUs are busy."""
     steps = [
-        f"{row.variant.replace('_', ' ')} on {row.params['ranks']}"
-        + (f" ({row.params['mode']})" if row.params["ranks"] > 1 else "")
-        + f" {percent(not_none(row.value))} %"
-        for row in rows
-        if is_host_bound(row)
+        f"{variant.replace('_', ' ')} on {ranks}{f' ({mode})' if ranks > 1 else ''}: {percent(share)} %"
+        for (variant, ranks, mode), share in busy_shares(rows).items()
+        if is_host_bound(share)
     ]
     if not steps:
         return []
-    return [f"The host limits the speed, because the GPUs are busy for less than {percent(_BUSY_ENOUGH)} %: {', '.join(steps)}."]
-
-
-def is_host_bound(row: Row) -> bool:
-    """Return True if this row of the experiment `scaling` says that the GPUs wait for the host during much of a step."""
-    is_busy = row.experiment == "scaling" and row.metric == "share" and BUSY_GPU.items() <= row.params.items()
-    return is_busy and not_none(row.value) < _BUSY_ENOUGH
+    why = f"apart from waiting for other ranks, the GPUs are busy for less than {percent(_BUSY_ENOUGH)} % of a step"
+    return [f"The host limits the speed, because {why}. {', '.join(steps)}."]
 
 
 def _missing(material: Material) -> list[str]:
@@ -144,10 +186,10 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     """
     own = select(rows, experiment="scaling")
     traced = {row.variant for row in own if row.params.get("what") in (EXPOSED, BUSY_GPU["what"])}
-    bound = [(row.variant, row.params["ranks"], row.params["mode"]) for row in rows if is_host_bound(row)]
+    bound = [step for step, share in busy_shares(own).items() if is_host_bound(share)]
 
     def steps(row: Row) -> list[tuple]:
-        return [(row.variant, 1, _MODES[0]), (row.variant, row.params["ranks"], row.params["mode"])]
+        return [(row.variant, 1, _MODES[0]), step_of(row)]
 
     cells = [
         row
@@ -160,7 +202,7 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     times = select(own, metric="step_time_s")
     for row in sorted(largest, key=lambda row: (order.index(row.variant), row.params["mode"] != "weak")):
         name = f"{row.params['model']}, {row.params['strategy'].upper()}"
-        timings = [time for time in times if (time.variant, time.params["ranks"], time.params["mode"]) in steps(row)]
+        timings = [time for time in times if step_of(time) in steps(row)]
         yield Quote(f"{name}: {row.params['mode']} scaling to {most} devices", row, timings=timings)
 
 

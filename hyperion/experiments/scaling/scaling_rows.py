@@ -8,6 +8,7 @@ import pandas as pd
 
 from hyperion.chapter.context import Context
 from hyperion.errors import not_none
+from hyperion.experiments.scaling.figures import LEAST_WAIT, MEAN_WAIT
 from hyperion.experiments.scaling.scaled_training import MODES, ScaledTraining
 from hyperion.measure.steps.trace import COMMUNICATION
 from hyperion.results import BUSY_GPU, Estimate, Row, independent_ratio_estimate, median_estimate
@@ -54,7 +55,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     if ranks == 1:
         return rows
     rows += _difference_rows(context, dtype, training, own, times, params)
-    rows.append(_exposed_row(context, dtype, training, own, params))
+    rows += _exposed_rows(context, dtype, training, own, params)
     one = step_times(own, MODES[0], 1)
     if not len(one):
         return rows
@@ -102,34 +103,43 @@ def _difference_rows(
 def _busy_rows(
     context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, step: Estimate, params: dict
 ) -> list[Row]:
-    """Return the row with the busy time of the GPUs as a share of the step time, mean of the ranks. No row on a CPU.
+    """Return the row with the busy time of a GPU as a share of the step time. No row on a CPU.
 
     The busy time comes from profiled steps. The step time does not, because the profiler delays the host.
+
+    On several ranks, it is the busy time of the rank that waits least. A GPU is also busy while a kernel of a collective waits
+    for a slower rank, so on the other ranks the busy time includes the time in which the slowest host launches its kernels.
     """
     if context.device.kind == "cpu":
         return []
     about, source = params | BUSY_GPU, "the GPU is busy during the whole step"
+    about |= {"of": LEAST_WAIT} if params["ranks"] > 1 else {}
     traced = _profiled(own, params)
     if isinstance(traced, str):
         return [context.absent_row(training.name, "share", traced, dtype=dtype, params=about)]
     busy_s = traced["busy_ns"] / traced["steps"] / 1e9
-    share = min(float(np.mean(busy_s)) / not_none(step.value), 1.0)
+    share = min(float(np.min(busy_s)) / not_none(step.value), 1.0)
     columns = {"n": int(np.max(traced["steps"])), "limit": 1.0, "limit_source": source}
     return [context.row(training.name, "share", share, dtype=dtype, params=about, **columns)]
 
 
-def _exposed_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> Row:
-    """Return the row with the exposed communication: the share of a step in which a rank communicates but does not compute.
+def _exposed_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> list[Row]:
+    """Return two rows with the exposed communication: the share of a step in which a rank communicates but does not compute.
 
-    The value comes from profiled steps and is the mean over the ranks.
+    The values come from profiled steps. The first value is the mean over the ranks. The second value is that of the rank that
+    waits least. This rank is the slowest, so its value is the cost of the exchange itself. The mean also contains the time in
+    which the other ranks wait for the slowest one.
     """
-    about = params | {"what": EXPOSED, "of": "profiled step, mean of the ranks"}
     traced = _profiled(own, params)
-    if isinstance(traced, str):
-        return context.absent_row(training.name, "share", traced, dtype=dtype, params=about)
-    return context.row(
-        training.name, "share", float(np.mean(traced["share"])), dtype=dtype, params=about, n=int(np.max(traced["steps"]))
-    )
+    rows = []
+    for of, combine in ((MEAN_WAIT, np.mean), (LEAST_WAIT, np.min)):
+        about = params | {"what": EXPOSED, "of": of}
+        if isinstance(traced, str):
+            rows.append(context.absent_row(training.name, "share", traced, dtype=dtype, params=about))
+            continue
+        share, count = float(combine(traced["share"])), int(np.max(traced["steps"]))
+        rows.append(context.row(training.name, "share", share, dtype=dtype, params=about, n=count))
+    return rows
 
 
 def _profiled(own: pd.DataFrame, params: dict) -> pd.DataFrame | str:

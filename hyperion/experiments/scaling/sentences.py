@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from hyperion.errors import not_none
-from hyperion.experiments.scaling.figures import EXPOSED, is_host_bound
+from hyperion.experiments.scaling.figures import LEAST_WAIT, busy_shares, exposed_rows, is_host_bound
 from hyperion.figures.material import measured, percent, select
-from hyperion.results import BUSY_GPU, Row
+from hyperion.results import Row
 
 
 def parts_of_the_step(rows: Iterable[Row], efficiency: Row) -> list[str]:
@@ -18,11 +18,16 @@ def parts_of_the_step(rows: Iterable[Row], efficiency: Row) -> list[str]:
     step = {name: efficiency.params[name] for name in ("mode", "ranks")}
     own = [row for row in select(measured(rows), variant=efficiency.variant) if step.items() <= row.params.items()]
     sentences = []
-    for row in (row for row in own if BUSY_GPU.items() <= row.params.items()):
-        who = "the host limits the speed" if is_host_bound(row) else "they rarely wait for the host"
-        sentences.append(f"The GPUs are busy during {percent(row.value)} % of the step: {who}.")
-    for row in (row for row in own if row.params.get("what") == EXPOSED):
-        sentences.append(f"In the profiled steps, {percent(row.value)} % of the time is exposed communication.")
+    for share in busy_shares(own).values():
+        who = "the host limits the speed" if is_host_bound(share) else "they rarely wait for the host"
+        waiting = "Apart from waiting for other ranks, the GPUs"
+        sentences.append(f"{waiting} are busy during {percent(share)} % of the step: {who}.")
+    for row in exposed_rows(own):
+        if row.params.get("of") == LEAST_WAIT:
+            least = f"On the rank that waits least, it is {percent(row.value)} %, which is the cost of the exchange itself."
+            sentences.append(least)
+        else:
+            sentences.append(f"In the profiled steps, {percent(row.value)} % of the time is exposed communication.")
     # In runs of earlier versions, the difference has the name of a share.
     differences = select(own, metric="alone_difference") or select(own, metric="communication_share")
     for row in differences:

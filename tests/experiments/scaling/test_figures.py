@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pandas as pd
+import pytest
+from matplotlib.collections import PolyCollection
 
-from hyperion.experiments.scaling.figures import communication, headlines, scaling
+from hyperion.experiments.scaling.figures import LEAST_WAIT, MEAN_WAIT, busy_shares, communication, headlines, scaling
 from hyperion.experiments.scaling.sentences import parts_of_the_step
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
@@ -26,6 +28,8 @@ def drawn(tmp_path, *metrics):
     run.record("08_scaling_analysis", "scaling", rows, pd.DataFrame({"x": [1]}), input_hash="h")
     with styled():
         figure = communication(Material(run))
+    bands = [area for axes in figure.axes for area in axes.collections if isinstance(area, PolyCollection)]
+    assert len(bands) == 2 * any(LEAST_WAIT in more.values() for *_, more in metrics)
     for container in (container for axes in figure.axes for container in axes.containers):
         hollow = "difference" in container.get_label()
         assert container.lines[0].get_fillstyle() == ("none" if hollow else "full")
@@ -33,13 +37,20 @@ def drawn(tmp_path, *metrics):
     return legends, " ".join(figure.get_supxlabel().split())
 
 
-EXPOSED = ("share", 0.04, {"what": "exposed communication"})
+EXPOSED = ("share", 0.04, {"what": "exposed communication", "of": MEAN_WAIT})
+LEAST = ("share", 0.01, {"what": "exposed communication", "of": LEAST_WAIT})
 
 
 def test_exposed_communication_and_the_difference_have_their_own_lines(tmp_path):
     legends, notes = drawn(tmp_path, EXPOSED, ("alone_difference", -0.06, {}))
     assert legends == [["language fsdp, exposed", "language fsdp, difference from alone"]] * 2
     assert "the difference is no share of communication" in notes and "Solid, filled: exposed communication" in notes
+    assert "Band" not in notes
+
+
+def test_a_band_connects_the_mean_with_the_rank_that_waits_least(tmp_path):
+    legends, notes = drawn(tmp_path, EXPOSED, LEAST, ("alone_difference", -0.06, {}))
+    assert legends == [["language fsdp, exposed", "language fsdp, difference from alone"]] * 2 and "Band: from the rank" in notes
 
 
 def test_a_run_of_an_earlier_version_has_the_difference_only(tmp_path):
@@ -47,10 +58,18 @@ def test_a_run_of_an_earlier_version_has_the_difference_only(tmp_path):
     assert legends == [["language fsdp, difference from alone"]] * 2 and "Solid" not in notes
 
 
-def cells(variant: str, busy: dict[tuple[int, str], float]) -> list[Row]:
-    """Efficiencies of both modes on two devices, and the share of the step in which the GPUs are busy."""
+def cells(variant: str, busy: dict[tuple[int, str], float], of: dict | None = None) -> list[Row]:
+    """Efficiencies of both modes on two devices, and the share of the step in which the GPUs are busy.
+
+    Args:
+        of: parameter of the shares on two devices; {} for a run of an earlier version.
+    """
     common = {"notebook": "08_scaling_analysis", "experiment": "scaling", "variant": variant, "dtype": "bf16", "n": 20}
-    rows = [Row(**common, metric="share", value=v, params={"ranks": r, "mode": m} | BUSY_GPU) for (r, m), v in busy.items()]
+    several = {"of": LEAST_WAIT} if of is None else of
+    rows = [
+        Row(**common, metric="share", value=v, params={"ranks": r, "mode": m} | BUSY_GPU | (several if r > 1 else {}))
+        for (r, m), v in busy.items()
+    ]
     for mode in ("weak", "strong"):
         params = {"model": variant, "strategy": "ddp", "mode": mode, "ranks": 2}
         ends = {"ci_low": 0.8, "ci_high": 0.82, "limit_source": "no limit"}
@@ -72,7 +91,29 @@ def test_an_efficiency_is_no_headline_if_the_host_limits_one_of_its_steps(tmp_pa
     run.record("08_scaling_analysis", "scaling", rows, pd.DataFrame({"x": [1]}), input_hash="h")
     with styled():
         notes = " ".join(scaling(Material(run)).get_supxlabel().split())
-    assert "launched on 2 (strong) 60.0 %, small on 1 40.0 %." in notes and "filled" not in notes
+    assert "launched on 2 (strong): 60.0 %, small on 1: 40.0 %." in notes and "filled" not in notes
+
+
+def exposed(variant: str, of: str, shares: dict[tuple[int, str], float]) -> list[Row]:
+    """Exposed communication by number of ranks and mode."""
+    common = {"notebook": "08_scaling_analysis", "experiment": "scaling", "variant": variant, "dtype": "bf16", "n": 3}
+    what = {"what": "exposed communication", "of": of}
+    return [Row(**common, metric="share", value=v, params={"ranks": r, "mode": m} | what) for (r, m), v in shares.items()]
+
+
+def test_a_gpu_that_waits_for_another_rank_is_not_busy():
+    # An earlier version: the GPUs seem busy during the whole step, and during 0.4 of it they wait for the slowest rank.
+    rows = cells("old", {(1, "weak"): 0.95, (2, "weak"): 0.97, (2, "strong"): 1.0}, of={})
+    rows += exposed("old", MEAN_WAIT, {(2, "weak"): 0.02, (2, "strong"): 0.4})
+    # The same now: the row contains the rank that waits least, and slow links expose communication on this rank, too.
+    rows += cells("new", {(1, "weak"): 0.95, (2, "weak"): 0.6, (2, "strong"): 0.95})
+    rows += exposed("new", MEAN_WAIT, {(2, "weak"): 0.4, (2, "strong"): 0.5})
+    rows += exposed("new", LEAST_WAIT, {(2, "weak"): 0.01, (2, "strong"): 0.3})
+    shares = {("old", 1, "weak"): 0.95, ("old", 2, "weak"): 0.95, ("old", 2, "strong"): 0.6}
+    shares |= {("new", 1, "weak"): 0.95, ("new", 2, "weak"): 0.6, ("new", 2, "strong"): 0.95}
+    assert busy_shares(rows) == pytest.approx(shares)
+    quoted = [(quote.row.variant, quote.row.params["mode"]) for quote in headlines(rows, lambda row: True)]
+    assert quoted == [("old", "weak"), ("new", "strong")]
 
 
 def test_sentences_quote_the_parts_of_one_step_only():
@@ -80,18 +121,20 @@ def test_sentences_quote_the_parts_of_one_step_only():
     common = {"notebook": "08_scaling_analysis", "experiment": "scaling", "variant": "filled", "dtype": "bf16", "n": 20}
     for mode, value in (("weak", 0.04), ("strong", 0.08)):
         params = {"mode": mode, "ranks": 2}
-        rows.append(Row(**common, metric="share", value=value, params=params | {"what": "exposed communication"}))
+        rows += exposed("filled", MEAN_WAIT, {(2, mode): value}) + exposed("filled", LEAST_WAIT, {(2, mode): value / 4})
         ends = {"ci_low": value - 0.05, "ci_high": value + 0.05}
         rows.append(Row(**common, metric="alone_difference", value=value, params=params, **ends))
     weak, strong = (row for row in rows if row.metric == "scaling_efficiency")
     assert parts_of_the_step(rows, weak) == [
-        "The GPUs are busy during 91.0 % of the step: they rarely wait for the host.",
+        "Apart from waiting for other ranks, the GPUs are busy during 91.0 % of the step: they rarely wait for the host.",
         "In the profiled steps, 4.0 % of the time is exposed communication.",
+        "On the rank that waits least, it is 1.0 %, which is the cost of the exchange itself.",
         "The difference from the same step alone is 4.0 % (-1.0 to 9.0 %): no share, because the interval is not above zero.",
     ]
     assert parts_of_the_step(rows, strong) == [
-        "The GPUs are busy during 62.0 % of the step: the host limits the speed.",
+        "Apart from waiting for other ranks, the GPUs are busy during 62.0 % of the step: the host limits the speed.",
         "In the profiled steps, 8.0 % of the time is exposed communication.",
+        "On the rank that waits least, it is 2.0 %, which is the cost of the exchange itself.",
         "The difference from the same step alone is 8.0 % (3.0 to 13.0 %): a share.",
     ]
     earlier = [replace(strong, metric="communication_share", value=0.2, ci_low=0.1, ci_high=0.3), strong]

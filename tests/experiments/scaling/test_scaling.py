@@ -13,8 +13,9 @@ from hyperion.chapter.context import Context, Result
 from hyperion.errors import HyperionError
 from hyperion.experiments.scaling import rank_steps, scaling
 from hyperion.experiments.scaling.efficiency_forecast import flops_and_bytes
+from hyperion.experiments.scaling.figures import LEAST_WAIT, MEAN_WAIT
 from hyperion.experiments.scaling.scaled_training import MODES, ScalingOptions, lm_config
-from hyperion.experiments.scaling.scaling_rows import EXPOSED, _difference_rows, _exposed_row, step_times, workload_rows
+from hyperion.experiments.scaling.scaling_rows import EXPOSED, _difference_rows, _exposed_rows, step_times, workload_rows
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.clock.timing import device_clock
@@ -64,7 +65,8 @@ def result(ranks_stay, tmp_path_factory):
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two ranks need two cores")
 @pytest.mark.long
 def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result):
-    exposed = [row for row in result.rows if row.params.get("what") == EXPOSED]
+    both = [row for row in result.rows if row.params.get("what") == EXPOSED]
+    exposed, least = ([row for row in both if row.params["of"] == of] for of in (MEAN_WAIT, LEAST_WAIT))
     assert {(row.variant, row.params["mode"]) for row in exposed} == {(name, mode) for name in NAMES for mode in MODES}
     assert all(row.params["ranks"] == 2 and 0 < row.value < 1 and row.n == 2 for row in exposed)
     traced = result.samples.query("kind == 'traced'")
@@ -72,6 +74,8 @@ def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result)
     (row,) = [row for row in exposed if (row.variant, row.params["mode"]) == ("language_ddp", "weak")]
     own = traced.query("workload == 'language_ddp' and mode == 'weak'")
     assert row.value == pytest.approx((own["exposed_ns"] / own["window_ns"]).mean())
+    (row,) = [row for row in least if (row.variant, row.params["mode"]) == ("language_ddp", "weak")]
+    assert row.value == pytest.approx((own["exposed_ns"] / own["window_ns"]).min())
 
 
 @pytest.mark.long
@@ -161,22 +165,22 @@ def cells(tmp_path, together, alone):
         **index
     )
     rows = _difference_rows(context, "fp32", training, frame, np.array(together) / 1e3, params)
-    return *rows, _exposed_row(context, "fp32", training, frame, params)
+    return *rows, *_exposed_rows(context, "fp32", training, frame, params)
 
 
 @pytest.mark.parametrize(("alone", "is_share"), [(8.0, True), (9.95, False), (10.0, False), (11.0, False)])
 def test_a_difference_that_may_be_zero_or_less_is_no_share(tmp_path, alone, is_share):
     scatter = np.linspace(-0.3, 0.3, 20)
-    difference, share, exposed = cells(tmp_path, 10 + scatter, alone + scatter[::-1])
+    difference, share, *exposed = cells(tmp_path, 10 + scatter, alone + scatter[::-1])
     assert difference.value == pytest.approx(1 - alone / 10, abs=0.02)
     assert (
         (share.value == difference.value) if is_share else (share.value is None and share.value_reason.startswith("no share: "))
     )
-    assert exposed.value is None and exposed.value_reason == "no step was profiled"
+    assert [(row.value, row.value_reason) for row in exposed] == [(None, "no step was profiled")] * 2
 
 
 def test_without_the_step_alone_there_is_neither(tmp_path):
-    difference, share, _ = cells(tmp_path, [10.0] * 5, [])
+    difference, share, *_ = cells(tmp_path, [10.0] * 5, [])
     assert difference.value is None and share.value is None and "does not fit" in difference.value_reason
 
 
@@ -194,7 +198,7 @@ def samples_of(step_s: dict[tuple[int, str], list[float]], losses: dict[int, lis
         about = {"kind": "step", "ranks": ranks, "mode": mode, "items": items, "least_flops": items * 1e12}
         for rank, time_s in enumerate(seconds):
             frames.append(pd.DataFrame({"index": range(6), "time_s": time_s}).assign(rank=rank, **about))
-            traced = {"index": 0, "busy_ns": 3e9 * (busy_s + 0.01 * rank), "share": 0.1, "steps": 3}
+            traced = {"index": 0, "busy_ns": 3e9 * (busy_s + 0.01 * rank), "share": 0.1 + 0.2 * rank, "steps": 3}
             frames.append(pd.DataFrame([traced | about | {"kind": "traced", "rank": rank}]))
     for ranks, curve in losses.items():
         for rank in range(ranks):
@@ -258,9 +262,16 @@ def test_the_busy_time_of_the_gpus_is_a_share_of_the_step_that_was_not_profiled(
     monkeypatch.setattr(Context, "device", detect(facts("H100 SXM")))
     rows = [row for row in rows_of_samples(tmp_path, samples, "bf16") if BUSY_GPU.items() <= row.params.items()]
     found = {(row.params["ranks"], row.params["mode"]): row.value for row in rows}
-    # 60 ms on the first rank and 70 ms on the second, of 100, 125 and 80 ms.
-    assert found == pytest.approx({(1, "weak"): 0.6, (2, "weak"): 0.065 / 0.125, (2, "strong"): 0.065 / 0.08})
+    # 60 ms on the first rank, which waits least, of 100, 125 and 80 ms. The second rank is busy for 70 ms.
+    assert found == pytest.approx({(1, "weak"): 0.6, (2, "weak"): 0.06 / 0.125, (2, "strong"): 0.06 / 0.08})
     assert all(row.limit == 1 and row.n == 3 for row in rows)
+    assert [row.params.get("of") for row in rows] == [None, LEAST_WAIT, LEAST_WAIT]
+
+
+def test_exposed_communication_is_the_mean_and_that_of_the_rank_that_waits_least(tmp_path):
+    rows = [row for row in rows_of_samples(tmp_path, samples_of(STEPS_S, LOSSES)) if row.params.get("what") == EXPOSED]
+    found = {(row.params["mode"], row.params["of"]): row.value for row in rows}
+    assert found == pytest.approx({(mode, of): v for mode in MODES for of, v in ((MEAN_WAIT, 0.2), (LEAST_WAIT, 0.1))})
 
 
 @pytest.mark.parametrize(("machine", "kind", "profiled"), [("H200", "step", 1), ("H200", "alone", 0), ("cpu", "step", 0)])
