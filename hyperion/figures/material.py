@@ -155,10 +155,11 @@ class Material:
         samples = self.run.samples(notebook, experiment)
         if set(samples.columns) >= _STEPS_OF_RANKS:
             steps = samples[samples["kind"] == "step"]
-            for (workload, ranks, mode), series in steps.groupby(["workload", "ranks", "mode"]):
+            for _, series in steps.groupby(["workload", "ranks", "mode"]):
                 # The warm-up has a fixed number of steps, which all ranks must run. If it is too short, the times drift.
-                step = canonical_params({"ranks": int(ranks), "mode": mode})
-                found[workload, "", step, "step"] = [_state(series.groupby("index")["time_s"].max(), [])]
+                first, times = series.iloc[0], series.pivot(index="index", columns="rank", values="time_s").max(axis=1)
+                step = canonical_params({"ranks": int(first["ranks"]), "mode": first["mode"]})
+                found[first["workload"], "", step, "step"] = [_state(list(times), [])]
         if not {"variant", "dtype", "params", "index", "time_s", "warm", "unsteady"} <= set(samples.columns):
             return found
         timed = samples.dropna(subset=["params", "unsteady"])
@@ -168,7 +169,7 @@ class Material:
             phase = first.get("phase")
             key = first["variant"], first["dtype"], canonical_params(json.loads(first["params"]))
             place = (*key, phase if isinstance(phase, str) else "")
-            found.setdefault(place, []).append(_state(series["time_s"], [] if first["warm"] else ["warm-up"]))
+            found.setdefault(place, []).append(_state(list(series["time_s"]), [] if first["warm"] else ["warm-up"]))
         return found
 
     def steadiness(self, row: Row) -> str:
@@ -212,7 +213,7 @@ class Material:
 _STEPS_OF_RANKS = {"workload", "ranks", "mode", "kind", "rank", "index", "time_s"}
 
 
-def _state(times: "pd.Series", reasons: list[str]) -> str:
+def _state(times: Sequence[float], reasons: list[str]) -> str:
     """Return whether a series of times is steady, as `Material.steadiness` does.
 
     Args:

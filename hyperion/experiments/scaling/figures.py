@@ -108,11 +108,13 @@ def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", l
 def _bands(axes: Axes, means: list[Row], least: list[Row]) -> None:
     """Fill the area between the mean of the ranks and the rank that waits least, in the color of each training run."""
     for place, name in enumerate(dict.fromkeys(row.variant for row in means)):
-        lower, upper = ({row.params["ranks"]: row.value for row in select(rows, variant=name)} for rows in (least, means))
+        lower, upper = (
+            {row.params["ranks"]: not_none(row.value) for row in select(rows, variant=name)} for rows in (least, means)
+        )
         x = sorted(lower.keys() & upper.keys())
         if x:
-            ends = ([of[n] for n in x] for of in (lower, upper))
-            axes.fill_between(x, *ends, color=look(name, place)["color"], alpha=0.15, linewidth=0)
+            color = look(name, place)["color"]
+            axes.fill_between(x, [lower[n] for n in x], [upper[n] for n in x], color=color, alpha=0.15, linewidth=0)
 
 
 def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
