@@ -13,6 +13,7 @@ from hyperion.chapter.efficiency import (
     OWN_PRODUCT,
     PRODUCT,
     REFERENCE_STEP,
+    REPEATED,
     TRAINING_STEP,
     Curve,
     Work,
@@ -91,6 +92,8 @@ def test_all_rates_with_those_held_out_from_the_fit(references, curves):
     # The run h100 gives only the curves that the runs before it have no rows for.
     of_h100 = [s for s in scored if s.point.row in references["h100"].rows]
     assert {s.point.row.experiment for s in of_h100} == {"precision_variants", "training_ladder"} and len(of_h100) == 14
+    # A single size has no other size from which it can be predicted.
+    assert {curve.name for curve in curves if curve.kind == REPEATED and "h100" in curve.source} == {"read", "copy"}
     assert len({(s.point.row.notebook, s.point.row.key) for s in scored if s.point.row in references["h200x2"].rows}) == sum(
         s.point.row in references["h200x2"].rows for s in scored
     )
