@@ -175,8 +175,8 @@ def _only_weak(labels: Iterable[str]) -> str:
     if not alone:
         return ""
     return (
-        " Without strong scaling, the efficiency of weak scaling promises too much. Where the table has no strong scaling, its "
-        "steps were not steady, or the host limited them. The section Scaling shows them."
+        " Without strong scaling, the efficiency of weak scaling promises too much. Where the table has no strong scaling, the "
+        "host limited its steps, they were not steady, or they were not measured. The section Scaling shows what was measured."
     )
 
 

@@ -33,7 +33,7 @@ import pandas as pd
 from hyperion.book.claims_page import claims_markdown, repeats_markdown, reruns_markdown
 from hyperion.book.outline import BUSY, Headline, headlines
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.material import Material, device_name, held_by_power, percent, quoted_value
+from hyperion.figures.material import NO_DRIFT, Material, device_name, held_by_power, percent, quoted_value
 from hyperion.figures.tables import is_floor, markdown
 from hyperion.results import Row, Run
 from hyperion.results.statistics import LEAST_LAUNCHES, Estimate, launches_estimate
@@ -169,8 +169,14 @@ class Launches:
 
     @property
     def steady(self) -> str:
-        """ "yes" if the samples of every launch were steady. "" if the value does not come from the samples of one timing."""
-        return "yes" if {member.headline.steady for member in self.members} == {"yes"} else ""
+        """ "yes" if the samples of every launch were steady. "" if the value does not come from the samples of one timing.
+
+        `NO_DRIFT` if this is known of their drift only.
+        """
+        states = {member.headline.steady for member in self.members}
+        if not states <= {"yes", NO_DRIFT}:
+            return ""
+        return NO_DRIFT if NO_DRIFT in states else "yes"
 
     @property
     def bound(self) -> str:

@@ -280,8 +280,9 @@ class Headline:
         quote: the label, the row that contains the value, and what kind of value it is.
         value: the formatted value with its unit.
         interval: the formatted 95 % interval within one launch, in the unit of the row. "" if there is no interval.
-        steady: "yes" if the samples were steady, "busy" if they were but other processes used the CPU cores, "unknown" if the
-            samples do not record it. For a ratio, the times of both sides count. "" if the value does not come from a timing.
+        steady: "yes" or `NO_DRIFT` if the samples were steady, "busy" if they were but other processes used the CPU cores,
+            "unknown" if the samples do not record it. For a ratio, the times of both sides count. "" if the value does not come
+            from a timing.
         fraction: value divided by its limit, for times, rates and ratios. None if there is no limit.
         limit: the limit with its unit, or the reason why there is no limit.
     """
@@ -323,7 +324,7 @@ def headlines(material: Material) -> list[Headline]:
             if all(map(is_steady, timings)):
                 label = quote.label + mark if quote.row.metric in ACCURACIES else quote.label
                 steady = worst_steadiness(map(material.steadiness, timings))
-                busy = steady == "yes" and any(row.busy for row in timings)
+                busy = steady.startswith("yes") and any(row.busy for row in timings)
                 found.append(_headline(replace(quote, label=label), BUSY if busy else steady))
     return found
 

@@ -19,7 +19,7 @@ from hyperion.book.outline import (
     missing,
     sections,
 )
-from hyperion.figures.material import Material, device_name, made_from_rows, number, percent
+from hyperion.figures.material import NO_DRIFT, Material, device_name, made_from_rows, number, percent
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
 from hyperion.results import Run
@@ -118,7 +118,7 @@ def _card(headline: Headline) -> str:
 
 def _uncertainty(headline: Headline) -> str:
     """Return the HTML of a card's interval and of the state of the device during its samples, or "" if neither is known."""
-    state = {"yes": "steady", BUSY: "measured on a busy machine"}.get(headline.steady, "")
+    state = {"yes": "steady", NO_DRIFT: "no drift", BUSY: "measured on a busy machine"}.get(headline.steady, "")
     parts = [f"95 %: {headline.interval}" if headline.interval else "", state]
     text = ", ".join(filter(None, parts))
     return f'<p class="limit">{escaped(text)}</p>' if text else ""

@@ -25,7 +25,7 @@ from hyperion.units import GIB
 TIMEOUT_S = 90.0
 _FLOORS = "not run: use `hyperion doctor --floors`"
 _NO_FLOOR = "no least rate is published for this component"
-_NO_PROBE = "imported only: no test compares its results"
+_NO_PROBE = "imported only, if it is installed: no test compares its results"
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
             ("PyTorch", *all_devices),
             (facts.collectives if count else facts.torch) or "",  # gloo has no version of its own: it is part of torch
         ),
+        *([] if count else [_without_gpu("communication", "NCCL or RCCL")]),
         Component(
             "communication",
             "MPI",
@@ -200,6 +201,7 @@ def components(facts: MachineFacts, numerics: bool = False, floors: bool = False
             functools.partial(probes.probe_telemetry, device, version=driver if count else ""),
             ("driver and devices",),
         ),
+        *([] if count else [_without_gpu("extension", "NVML or ROCm SMI")]),
         _single(
             "extension",
             "PyTorch Profiler",
@@ -281,6 +283,10 @@ def _single(
     other: Level = "correctness" if level == "import" else "import"
     why = "the import test covers this" if level == "import" else "the correctness test covers this"
     return Component(layer, name, {level: Check(tested, run)}, {other: why}, needs, version)
+
+
+def _without_gpu(layer: Layer, name: str) -> Component:
+    return Component(layer, name, {}, dict.fromkeys(("import", "correctness", "floor"), "it needs a GPU, and torch sees none"))
 
 
 def _package(
@@ -411,7 +417,7 @@ def _items(component: Component, worker: IsolatedProcess, inherited: str) -> tup
                 blocked = f"not run, because the level {level} is {result.status!r}"
             if result.status == "fail" and level != "floor":
                 cause = f"not run, because {component.name} ({component.layer}) failed at the level {level}"
-    found = not inherited and all(result.found for result, _ in results.values())
+    found = not inherited and bool(component.tests) and all(result.found for result, _ in results.values())
     version = next((result.version for result, _ in results.values() if result.version), component.version)
     items = []
     for level, (result, seconds) in results.items():

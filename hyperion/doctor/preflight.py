@@ -81,7 +81,9 @@ def _needs(name: str, least: Any, state: State, version: Callable[[str], str | N
         case "shm_gib":
             return [_at_least("/dev/shm", state.shm_gib, least, "GiB", "start the container with --ipc=host or --shm-size=16g")]
         case "gpus":
-            remedy = "run `hyperion doctor`: a rule says why"
+            remedy = "use a machine with a GPU; if it has one, `hyperion doctor` says why torch does not see it"
+            if state.device_archs:
+                remedy = "use a machine with more GPUs, or unset the variable that masks some of them"
             return [_at_least("GPUs that torch sees", len(state.device_archs), least, "", remedy)]
         case "open_files":
             return [_at_least("open files", state.open_files, least, "", f"ulimit -n {least}")]

@@ -341,10 +341,11 @@ def probe_telemetry(device: Device | None = None, reader: Callable[[Device], Tel
     if wrong:
         remedy = "update the driver and its monitoring library"
         return CheckResult("telemetry", "fail", f"impossible values: {wrong}", remedy, version)
+    reasons = [f"{name}: {reason}" for name, reason in reading.unreadable.items()]
     if not values:
-        return CheckResult("telemetry", "skip", f"nothing can be read: {reading.unreadable}", version=version, found=False)
-    missing = "".join(f"; {name}: {reason}" for name, reason in reading.unreadable.items())
-    evidence = ", ".join(f"{name} {value:g}" for name, value in values.items()) + missing
+        why = f"no clock, power or temperature can be read. {'; '.join(reasons)}"
+        return CheckResult("telemetry", "skip", why, version=version, found=False)
+    evidence = "; ".join([", ".join(f"{name} {value:g}" for name, value in values.items()), *reasons])
     return CheckResult("telemetry", "ok", evidence, version=version)
 
 

@@ -91,7 +91,7 @@ class DoctorReport:
         rules: one result for each rule.
         summary: number of items and rules by result.
         exit_code: 0, or 1 if an item or a rule failed. The exit code 2 means that there is no report.
-        seconds: duration of all tests.
+        seconds: duration of all tests and rules, without the start of the program.
     """
 
     schema_version: int
@@ -123,12 +123,24 @@ def report_json(report: DoctorReport) -> dict[str, Any]:
 
 @functools.cache
 def report_schema() -> dict[str, Any]:
-    """Return the JSON schema of the report. It accepts no unknown field."""
+    """Return the JSON schema of the report. It accepts no unknown field, and no value that `make_report` cannot return."""
     from pydantic import TypeAdapter
 
     schema = TypeAdapter(DoctorReport).json_schema()
-    for part in (schema, *schema.get("$defs", {}).values()):
+    for part in (schema, *schema["$defs"].values()):
         part["additionalProperties"] = False
+    fields, item = schema["properties"], schema["$defs"]["Item"]
+    fields["schema_version"]["const"] = SCHEMA_VERSION
+    fields["exit_code"]["enum"] = [0, 1]
+    fields["items"]["minItems"] = 1
+    fields["summary"]["additionalProperties"]["minimum"] = 1
+    fields["summary"]["propertyNames"] = item["properties"]["result"]
+    for seconds in (fields["seconds"], item["properties"]["seconds"]):
+        seconds["minimum"] = 0
+    item["properties"]["evidence"]["minLength"] = 1
+    # An item is "ok" only if something was tested.
+    item["if"] = {"properties": {"result": {"const": "ok"}}}
+    item["then"] = {"properties": {"tested": {"minLength": 1}}}
     return schema
 
 

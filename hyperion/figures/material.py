@@ -157,9 +157,9 @@ class Material:
             steps = samples[samples["kind"] == "step"]
             for _, series in steps.groupby(["workload", "ranks", "mode"]):
                 # The warm-up has a fixed number of steps, which all ranks must run. If it is too short, the times drift.
-                first, times = series.iloc[0], series.pivot(index="index", columns="rank", values="time_s").max(axis=1)
+                first, times = series.iloc[0], series.groupby("index").agg({"time_s": "max"})["time_s"]
                 step = canonical_params({"ranks": int(first["ranks"]), "mode": first["mode"]})
-                found[first["workload"], "", step, "step"] = [_state(list(times), [])]
+                found[first["workload"], "", step, "step"] = [_state(list(times), []).replace("yes", NO_DRIFT)]
         if not {"variant", "dtype", "params", "index", "time_s", "warm", "unsteady"} <= set(samples.columns):
             return found
         timed = samples.dropna(subset=["params", "unsteady"])
@@ -177,6 +177,7 @@ class Material:
 
         Returns:
             "yes", or "no" with the reasons: the times still changed at the end of the warm-up, or they drifted during the timing.
+            `NO_DRIFT` for the steps of several ranks, whose warm-up is not tested.
             "unknown" with the number of samples if they are too few to show a drift. "unknown" for a time or a rate with an
             interval whose samples do not record the steadiness. "" for any other row. If a row is computed from several series,
             the worst of them counts.
@@ -209,6 +210,8 @@ class Material:
         return f"{reference} (replay)" if reference else device_name(self.information)
 
 
+# The state of a series that does not drift, but whose warm-up is not tested.
+NO_DRIFT = "yes (drift only)"
 # Columns of samples that contain the steps of several ranks. A step takes as long as on its slowest rank.
 _STEPS_OF_RANKS = {"workload", "ranks", "mode", "kind", "rank", "index", "time_s"}
 

@@ -67,7 +67,10 @@ def read_assignments(file: Path) -> list[Assignment]:
         first_line = text.partition("\n")[0]
         is_python = file.suffix == ".py" or (first_line.startswith("#!") and "python" in first_line)
         return list(_of_python(text) if is_python else _of_shell(text))
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+    except SyntaxError as error:
+        where, remedy = f"{file}, line {error.lineno}", "correct the program, or name another file"
+        raise HyperionError(f"no valid Python: {error.msg}", where=where, next_step=remedy) from error
+    except (OSError, UnicodeDecodeError) as error:
         raise HyperionError(
             f"cannot read: {error}", where=file, next_step="name a shell script, Dockerfile or Python file"
         ) from error

@@ -212,11 +212,16 @@ def test_the_exit_code_is_that_of_the_worst_item():
 def test_the_schema_refuses_another_layer_a_missing_and_an_unknown_field():
     content = report_json(make_report([ITEM], [], 1.0))
     jsonschema.validate(json.loads(json.dumps(content)), report_schema())
-    for change in ({"layer": "cloud"}, {"result": "good"}, {"seconds": "fast"}, {"extra": 1}):
+    of_item = ({"layer": "cloud"}, {"result": "good"}, {"seconds": "fast"}, {"extra": 1}, {"seconds": -1}, {"evidence": ""})
+    for change in (*of_item, {"result": "ok", "tested": ""}):
         wrong = json.loads(json.dumps(content))
         wrong["items"][0] |= change
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, report_schema())
+    of_report = ({"exit_code": 99}, {"schema_version": 77}, {"seconds": -1}, {"items": []})
+    for change in (*of_report, {"summary": {"ok": -3}}, {"summary": {"banana": 3}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(json.loads(json.dumps(content)) | change, report_schema())
     del content["rules"]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(json.dumps(content)), report_schema())
@@ -361,3 +366,12 @@ def test_preflight_and_fit_end_with_their_exit_codes(monkeypatch, tmp_path):
     (tmp_path / "step.py").write_text("def step(batch):\n    pass\n")
     done = CliRunner().invoke(app, ["doctor", "--fit", str(tmp_path / "step.py")])
     assert "the largest batch that fits: 65536 or more, which were not tried" in done.output
+
+
+def test_without_a_gpu_its_libraries_are_skipped_and_said_to_need_one():
+    names = {component.name: component for component in components(replace(collect_facts(), gpus=()))}
+    for name in ("NCCL or RCCL", "NVML or ROCm SMI"):
+        items = run_components([names[name]])
+        assert [(item.result, item.found) for item in items] == [("skip", False)] * len(LEVELS)
+        assert all("needs a GPU" in item.evidence for item in items)
+    assert {"gloo", "CPU telemetry"} <= set(names)

@@ -95,8 +95,8 @@ def test_a_step_of_several_ranks_is_steady_if_its_slowest_rank_does_not_drift(tm
     run.record("n", "e", rows, pd.DataFrame(samples), input_hash="h")
     material = Material(run)
     assert [material.steadiness(row) for row in material.rows] == [
-        "yes",
-        "yes",
+        "yes (drift only)",
+        "yes (drift only)",
         "no (drift +28.5 %)",
         "unknown (9 samples)",
         "unknown",

@@ -90,10 +90,10 @@ def test_the_name_or_the_first_line_of_a_file_says_that_it_is_python(tmp_path):
     assert read_assignments(tmp_path / "run.sh") == [Assignment("A", "2")]
     (tmp_path / "wrong.py").write_text("export A=2\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    for name in ("wrong.py", "binary", "absent.sh"):
-        with pytest.raises(HyperionError, match="cannot read") as caught:
+    for name, fault in (("wrong.py", "no valid Python"), ("binary", "cannot read"), ("absent.sh", "cannot read")):
+        with pytest.raises(HyperionError, match=fault) as caught:
             read_assignments(tmp_path / name)
-        assert name in str(caught.value)
+        assert name in str(caught.value) and ("line 1" in str(caught.value)) is (name == "wrong.py")
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "notebook.ipynb"])

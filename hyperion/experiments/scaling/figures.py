@@ -16,9 +16,9 @@ from hyperion.results import BUSY_GPU, Row
 _MODES = ("weak", "strong")
 _BUSY_ENOUGH = 0.9  # if the GPUs are busy for a smaller share of a step, the host limits the speed
 EXPOSED = "exposed communication"  # part of a profiled step; `what` of its rows
-# Each rank waits for the slowest rank inside the collectives. These are two values of the parameter `of`: the row contains the
-# mean over the ranks, or the value of the rank that waits least, which is the slowest one.
-MEAN_WAIT, LEAST_WAIT = "profiled step, mean of the ranks", "profiled step, rank that waits least"
+# Values of the parameter `of`: the mean of the ranks, or the rank with the least exposed communication.
+MEAN_EXPOSED, LEAST_EXPOSED = "profiled step, mean of the ranks", "profiled step, least of the ranks"
+COMPUTING = "without exposed communication, mean of the ranks"  # `of` in rows with the busy time of GPUs on several ranks
 MISSING = "missing"  # text in the flat table for a value that was not measured
 
 
@@ -48,14 +48,14 @@ def communication(material: Material) -> Figure | None:
     """Plot two measures of the cost of communication by number of devices.
 
     The first measure is the share of a profiled step in which a device only communicates. The mean over the ranks is drawn as a
-    line. A band connects it to the value of the rank that waits least, which runs of earlier versions do not have.
+    line. A band connects it to the value of the rank with the least, which runs of earlier versions do not have.
 
     For the second measure, each device also runs its part of the step alone, without communication. The measure is the difference
     of the two step times, divided by the step time with communication. It is negative if the device alone is slower, for example
     because it updates the whole optimizer state. Runs of earlier versions have only the second measure.
     """
     rows = measured(material.of("scaling"))
-    exposed, least = ([row for row in exposed_rows(rows) if row.params.get("of") == of] for of in (MEAN_WAIT, LEAST_WAIT))
+    exposed, least = ([row for row in exposed_rows(rows) if row.params.get("of") == of] for of in (MEAN_EXPOSED, LEAST_EXPOSED))
     # Runs of earlier versions store the second measure, the difference of the step times, under the name of a share.
     differences = select(rows, metric="alone_difference") or select(rows, metric="communication_share")
     if not differences and not exposed:
@@ -78,7 +78,9 @@ def communication(material: Material) -> Figure | None:
         "zero, the difference is no share of communication."
     ]
     notes += ["Solid, filled: exposed communication of profiled steps, mean of the ranks."] if exposed else []
-    notes += ["Band: from the rank that waits least for the others up to this mean, so the time spent waiting."] if least else []
+    notes += (
+        ["Band: down to the rank with the least. The exchange itself costs at most this; the rest is waiting."] if least else []
+    )
     add_notes(figure, notes)
     return figure
 
@@ -106,7 +108,7 @@ def _curves(axes: Axes, rows: list[Row], at_one: float | None, what: str = "", l
 
 
 def _bands(axes: Axes, means: list[Row], least: list[Row]) -> None:
-    """Fill the area between the mean of the ranks and the rank that waits least, in the color of each training run."""
+    """Fill the area between the mean of the ranks and the rank with the least, in the color of each training run."""
     for place, name in enumerate(dict.fromkeys(row.variant for row in means)):
         lower, upper = (
             {row.params["ranks"]: not_none(row.value) for row in select(rows, variant=name)} for rows in (least, means)
@@ -128,41 +130,44 @@ def exposed_rows(rows: Iterable[Row]) -> list[Row]:
 
 def step_of(row: Row) -> tuple[str, int, str]:
     """Return (training workload, number of ranks, scaling mode) of the step to which a row of the experiment belongs."""
-    return row.variant, row.params["ranks"], row.params["mode"]
+    return row.variant, row.params.get("ranks", 1), row.params.get("mode", _MODES[0])
 
 
 def busy_shares(rows: Sequence[Row]) -> dict[tuple[str, int, str], float]:
-    """Return a dict that maps each step (see `step_of`) to the share of its time in which the GPU works or exchanges data.
+    """Return a dict that maps each step (see `step_of`) to the share of its time in which the GPUs are busy, mean of the ranks.
 
-    Waiting for a slower rank does not count. A row of an earlier version contains the mean over the ranks, with the time that
-    they spend in collectives. All exposed communication is then subtracted. If the links are slow, this is more than the waiting.
+    Exposed communication does not count. The busy time in rows of earlier versions contains it, so it is subtracted.
     """
+    exposed = {step_of(row): not_none(row.value) for row in measured(exposed_rows(rows)) if row.params.get("of") == MEAN_EXPOSED}
     shares = {}
     for row in measured(select(rows, experiment="scaling", metric="share")):
-        if not BUSY_GPU.items() <= row.params.items():
-            continue
-        waiting = 0.0
-        if row.params["ranks"] > 1 and row.params.get("of") != LEAST_WAIT:
-            waiting = sum(not_none(other.value) for other in measured(exposed_rows(rows)) if step_of(other) == step_of(row))
-        shares[step_of(row)] = not_none(row.value) - waiting
+        if BUSY_GPU.items() <= row.params.items():
+            contained = row.params.get("ranks", 1) > 1 and row.params.get("of") != COMPUTING
+            shares[step_of(row)] = not_none(row.value) - (exposed.get(step_of(row), 0.0) if contained else 0.0)
     return shares
 
 
-def is_host_bound(busy_share: float) -> bool:
-    """Return True if the GPU waits for the host during so much of a step that the host limits its speed."""
-    return busy_share < _BUSY_ENOUGH
+def host_bound_steps(rows: Sequence[Row]) -> dict[tuple[str, int, str], float]:
+    """Return the `busy_shares` of the steps whose speed the host limits.
+
+    The rest of a step is communication or waiting. Only the part that the difference from the step alone proves is taken as
+    communication: the lower end of its interval. If the GPUs are busy for less than 90 % of a step together with this part, they
+    wait for a host: their own, or that of a rank that is slower.
+    """
+    proven = {step_of(row): row.ci_low or 0.0 for row in measured(select(rows, experiment="scaling", metric="alone_difference"))}
+    shares = busy_shares(rows).items()
+    return {step: share for step, share in shares if share + max(proven.get(step, 0.0), 0.0) < _BUSY_ENOUGH}
 
 
 def _idle(rows: Sequence[Row]) -> list[str]:
     """Return a sentence with the steps whose speed the host limits, and during which part of each step the GPUs are busy."""
     steps = [
         f"{variant.replace('_', ' ')} on {ranks}{f' ({mode})' if ranks > 1 else ''}: {percent(share)} %"
-        for (variant, ranks, mode), share in busy_shares(rows).items()
-        if is_host_bound(share)
+        for (variant, ranks, mode), share in host_bound_steps(rows).items()
     ]
     if not steps:
         return []
-    why = f"apart from waiting for other ranks, the GPUs are busy for less than {percent(_BUSY_ENOUGH)} % of a step"
+    why = f"without exposed communication, the GPUs are busy for less than {percent(_BUSY_ENOUGH)} % of a step"
     return [f"The host limits the speed, because {why}. {', '.join(steps)}."]
 
 
@@ -188,7 +193,7 @@ def headlines(rows: list[Row], is_steady: Callable[[Row], bool]) -> Iterator[Quo
     """
     own = select(rows, experiment="scaling")
     traced = {row.variant for row in own if row.params.get("what") in (EXPOSED, BUSY_GPU["what"])}
-    bound = [step for step, share in busy_shares(own).items() if is_host_bound(share)]
+    bound = host_bound_steps(own)
 
     def steps(row: Row) -> list[tuple]:
         return [(row.variant, 1, _MODES[0]), step_of(row)]

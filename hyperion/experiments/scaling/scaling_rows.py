@@ -3,15 +3,18 @@
 `rank_steps` describes the samples.
 """
 
+import math
+
 import numpy as np
 import pandas as pd
 
 from hyperion.chapter.context import Context
 from hyperion.errors import not_none
-from hyperion.experiments.scaling.figures import LEAST_WAIT, MEAN_WAIT
+from hyperion.experiments.scaling.figures import COMPUTING, LEAST_EXPOSED, MEAN_EXPOSED
 from hyperion.experiments.scaling.scaled_training import MODES, ScaledTraining
 from hyperion.measure.steps.trace import COMMUNICATION
-from hyperion.results import BUSY_GPU, Estimate, Row, independent_ratio_estimate, median_estimate
+from hyperion.results import BUSY_GPU, Estimate, Row, independent_ratio_estimate
+from hyperion.results.series import correlation_time, series_estimate
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
 
@@ -41,7 +44,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     if not len(times):
         why = own.query("ranks == @ranks and mode == @mode and kind == 'missing'").iloc[0]["reason"]
         return [_absent_efficiency(context, dtype, training, mode, ranks, why)]
-    step = median_estimate(times)
+    step = series_estimate(times)
     facts = own.query("ranks == @ranks and mode == @mode and kind == 'step'").iloc[0]
     items, params = int(facts["items"]), training.params(mode, ranks)
     floor, source = flops_floor(context.device, dtype, float(facts["least_flops"]) / ranks)
@@ -61,7 +64,7 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
         return rows
     # In weak scaling, N devices do N times the work of one device per step, so the ratio of the times is multiplied by N.
     grown = ranks if mode == "weak" else 1
-    speedup = independent_ratio_estimate(times, one).map(lambda ratio: grown * ratio)
+    speedup = _ratio(times, one).map(lambda ratio: grown * ratio)
     efficiency = speedup.map(lambda times_faster: times_faster / ranks)
     return rows + [
         _row(context, training, "speedup", speedup, dtype, params, limit_source=_IDEAL),
@@ -89,7 +92,7 @@ def _difference_rows(
         reason = "the twin, which holds the whole state, does not fit"
         metrics = ("alone_difference", "communication_share")
         return [context.absent_row(training.name, metric, reason, dtype=dtype, params=params) for metric in metrics]
-    difference = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
+    difference = _ratio(times, alone).map(lambda ratio: 1 - ratio)
     row = _row(context, training, "alone_difference", difference, dtype, params)
     if difference.ci_low > 0:
         return [row, _row(context, training, "communication_share", difference, dtype, params)]
@@ -103,22 +106,22 @@ def _difference_rows(
 def _busy_rows(
     context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, step: Estimate, params: dict
 ) -> list[Row]:
-    """Return the row with the busy time of a GPU as a share of the step time. No row on a CPU.
+    """Return the row with the busy time of the GPUs as a share of the step time, mean of the ranks. No row on a CPU.
 
     The busy time comes from profiled steps. The step time does not, because the profiler delays the host.
 
-    On several ranks, it is the busy time of the rank that waits least. A GPU is also busy while a kernel of a collective waits
-    for a slower rank, so on the other ranks the busy time includes the time in which the slowest host launches its kernels.
+    Exposed communication does not count. A kernel of a collective also runs while it waits for a rank whose host has not
+    launched it yet, so with this time, GPUs that wait for a host would seem busy.
     """
     if context.device.kind == "cpu":
         return []
     about, source = params | BUSY_GPU, "the GPU is busy during the whole step"
-    about |= {"of": LEAST_WAIT} if params["ranks"] > 1 else {}
+    about |= {"of": COMPUTING} if params["ranks"] > 1 else {}
     traced = _profiled(own, params)
     if isinstance(traced, str):
         return [context.absent_row(training.name, "share", traced, dtype=dtype, params=about)]
-    busy_s = traced["busy_ns"] / traced["steps"] / 1e9
-    share = min(float(np.min(busy_s)) / not_none(step.value), 1.0)
+    busy_s = (traced["busy_ns"] - traced["exposed_ns"]) / traced["steps"] / 1e9
+    share = min(float(np.mean(busy_s)) / not_none(step.value), 1.0)
     columns = {"n": int(np.max(traced["steps"])), "limit": 1.0, "limit_source": source}
     return [context.row(training.name, "share", share, dtype=dtype, params=about, **columns)]
 
@@ -126,13 +129,13 @@ def _busy_rows(
 def _exposed_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, params: dict) -> list[Row]:
     """Return two rows with the exposed communication: the share of a step in which a rank communicates but does not compute.
 
-    The values come from profiled steps. The first value is the mean over the ranks. The second value is that of the rank that
-    waits least. This rank is the slowest, so its value is the cost of the exchange itself. The mean also contains the time in
-    which the other ranks wait for the slowest one.
+    The values come from profiled steps. The first value is the mean over the ranks, the second value that of the rank with the
+    least. Both contain the time in which a rank waits for slower ranks. The second value contains less of it, so the exchange
+    itself costs at most this share.
     """
     traced = _profiled(own, params)
     rows = []
-    for of, combine in ((MEAN_WAIT, np.mean), (LEAST_WAIT, np.min)):
+    for of, combine in ((MEAN_EXPOSED, np.mean), (LEAST_EXPOSED, np.min)):
         about = params | {"what": EXPOSED, "of": of}
         if isinstance(traced, str):
             rows.append(context.absent_row(training.name, "share", traced, dtype=dtype, params=about))
@@ -164,6 +167,18 @@ def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> 
     chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
     # A step ends when its slowest rank has finished, so take the maximum over the ranks.
     return np.asarray(chosen.groupby("index")["time_s"].max())
+
+
+def _ratio(times_a: np.ndarray, times_b: np.ndarray) -> Estimate:
+    """Return the ratio of the medians b / a of two series, with its 95 % interval.
+
+    `independent_ratio_estimate` assumes that the samples of a series are independent. Often each step is like the step before, so
+    the interval is widened by the square root of the longer correlation time.
+    """
+    ratio = independent_ratio_estimate(times_a, times_b)
+    wider = math.sqrt(max(correlation_time(times_a), correlation_time(times_b)))
+    low, high = (ratio.value + wider * (end - ratio.value) for end in (ratio.ci_low, ratio.ci_high))
+    return Estimate(ratio.value, max(low, 0.0), high, ratio.n)
 
 
 def _parity_row(context: Context, training: ScaledTraining, own: pd.DataFrame, ranks: int) -> Row:

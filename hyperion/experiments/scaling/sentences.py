@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from hyperion.errors import not_none
-from hyperion.experiments.scaling.figures import LEAST_WAIT, busy_shares, exposed_rows, is_host_bound
+from hyperion.experiments.scaling.figures import LEAST_EXPOSED, busy_shares, exposed_rows, host_bound_steps
 from hyperion.figures.material import measured, percent, select
 from hyperion.results import Row
 
@@ -18,14 +18,14 @@ def parts_of_the_step(rows: Iterable[Row], efficiency: Row) -> list[str]:
     step = {name: efficiency.params[name] for name in ("mode", "ranks")}
     own = [row for row in select(measured(rows), variant=efficiency.variant) if step.items() <= row.params.items()]
     sentences = []
-    for share in busy_shares(own).values():
-        who = "the host limits the speed" if is_host_bound(share) else "they rarely wait for the host"
-        waiting = "Apart from waiting for other ranks, the GPUs"
-        sentences.append(f"{waiting} are busy during {percent(share)} % of the step: {who}.")
+    bound = host_bound_steps(own)
+    for step_key, share in busy_shares(own).items():
+        who = "the host limits the speed" if step_key in bound else "they rarely wait for the host"
+        sentences.append(f"Without exposed communication, the GPUs are busy during {percent(share)} % of the step: {who}.")
     for row in exposed_rows(own):
-        if row.params.get("of") == LEAST_WAIT:
-            least = f"On the rank that waits least, it is {percent(row.value)} %, which is the cost of the exchange itself."
-            sentences.append(least)
+        if row.params.get("of") == LEAST_EXPOSED:
+            least = f"The rank with the least has {percent(row.value)} %"
+            sentences.append(f"{least}: the exchange itself costs at most this, the rest is waiting.")
         else:
             sentences.append(f"In the profiled steps, {percent(row.value)} % of the time is exposed communication.")
     # In runs of earlier versions, the difference has the name of a share.

@@ -13,7 +13,7 @@ from hyperion.chapter.context import Context, Result
 from hyperion.errors import HyperionError
 from hyperion.experiments.scaling import rank_steps, scaling
 from hyperion.experiments.scaling.efficiency_forecast import flops_and_bytes
-from hyperion.experiments.scaling.figures import LEAST_WAIT, MEAN_WAIT
+from hyperion.experiments.scaling.figures import COMPUTING, LEAST_EXPOSED, MEAN_EXPOSED
 from hyperion.experiments.scaling.scaled_training import MODES, ScalingOptions, lm_config
 from hyperion.experiments.scaling.scaling_rows import EXPOSED, _difference_rows, _exposed_rows, step_times, workload_rows
 from hyperion.hardware import detect, detect_cpu
@@ -66,7 +66,7 @@ def result(ranks_stay, tmp_path_factory):
 @pytest.mark.long
 def test_exposed_communication_of_two_gloo_ranks_is_a_share_from_a_trace(result):
     both = [row for row in result.rows if row.params.get("what") == EXPOSED]
-    exposed, least = ([row for row in both if row.params["of"] == of] for of in (MEAN_WAIT, LEAST_WAIT))
+    exposed, least = ([row for row in both if row.params["of"] == of] for of in (MEAN_EXPOSED, LEAST_EXPOSED))
     assert {(row.variant, row.params["mode"]) for row in exposed} == {(name, mode) for name in NAMES for mode in MODES}
     assert all(row.params["ranks"] == 2 and 0 < row.value < 1 and row.n == 2 for row in exposed)
     traced = result.samples.query("kind == 'traced'")
@@ -198,7 +198,8 @@ def samples_of(step_s: dict[tuple[int, str], list[float]], losses: dict[int, lis
         about = {"kind": "step", "ranks": ranks, "mode": mode, "items": items, "least_flops": items * 1e12}
         for rank, time_s in enumerate(seconds):
             frames.append(pd.DataFrame({"index": range(6), "time_s": time_s}).assign(rank=rank, **about))
-            traced = {"index": 0, "busy_ns": 3e9 * (busy_s + 0.01 * rank), "share": 0.1 + 0.2 * rank, "steps": 3}
+            traced = {"index": 0, "busy_ns": 3e9 * (busy_s + 0.01 * rank), "exposed_ns": 3e7, "steps": 3}
+            traced["share"] = 0.1 + 0.2 * rank
             frames.append(pd.DataFrame([traced | about | {"kind": "traced", "rank": rank}]))
     for ranks, curve in losses.items():
         for rank in range(ranks):
@@ -262,16 +263,16 @@ def test_the_busy_time_of_the_gpus_is_a_share_of_the_step_that_was_not_profiled(
     monkeypatch.setattr(Context, "device", detect(facts("H100 SXM")))
     rows = [row for row in rows_of_samples(tmp_path, samples, "bf16") if BUSY_GPU.items() <= row.params.items()]
     found = {(row.params["ranks"], row.params["mode"]): row.value for row in rows}
-    # 60 ms on the first rank, which waits least, of 100, 125 and 80 ms. The second rank is busy for 70 ms.
-    assert found == pytest.approx({(1, "weak"): 0.6, (2, "weak"): 0.06 / 0.125, (2, "strong"): 0.06 / 0.08})
+    # Without 10 ms of exposed communication: 50 ms on the first rank and 60 ms on the second, of 100, 125 and 80 ms.
+    assert found == pytest.approx({(1, "weak"): 0.5, (2, "weak"): 0.055 / 0.125, (2, "strong"): 0.055 / 0.08})
     assert all(row.limit == 1 and row.n == 3 for row in rows)
-    assert [row.params.get("of") for row in rows] == [None, LEAST_WAIT, LEAST_WAIT]
+    assert [row.params.get("of") for row in rows] == [None, COMPUTING, COMPUTING]
 
 
-def test_exposed_communication_is_the_mean_and_that_of_the_rank_that_waits_least(tmp_path):
+def test_exposed_communication_is_the_mean_of_the_ranks_and_the_least(tmp_path):
     rows = [row for row in rows_of_samples(tmp_path, samples_of(STEPS_S, LOSSES)) if row.params.get("what") == EXPOSED]
     found = {(row.params["mode"], row.params["of"]): row.value for row in rows}
-    assert found == pytest.approx({(mode, of): v for mode in MODES for of, v in ((MEAN_WAIT, 0.2), (LEAST_WAIT, 0.1))})
+    assert found == pytest.approx({(mode, of): v for mode in MODES for of, v in ((MEAN_EXPOSED, 0.2), (LEAST_EXPOSED, 0.1))})
 
 
 @pytest.mark.parametrize(("machine", "kind", "profiled"), [("H200", "step", 1), ("H200", "alone", 0), ("cpu", "step", 0)])
