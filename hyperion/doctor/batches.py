@@ -13,28 +13,37 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware.cpu import memory_limit_bytes
 from hyperion.measure.memory_use.allocation import release_memory
+from hyperion.terminal import say
+from hyperion.units import GIB, MIB
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")  # in errors of CUDA, HIP and the CPU allocator
 
 LARGEST_TRIED = 2**16
+_LEAST_FREE = 256 * MIB  # with less free memory on the host, nothing is tried
+_LEFT_FREE = 2 * GIB
 
 
-def largest_fitting(step: Callable[[int], object], at_most: int = LARGEST_TRIED) -> tuple[int, list[int]]:
+def largest_fitting(
+    step: Callable[[int], object], at_most: int = LARGEST_TRIED, on_line: Callable[[str], object] = say
+) -> tuple[int, list[int]]:
     """Return the largest batch size with which a step fits into memory, and the batch sizes that were tried.
 
     The batch size is doubled until a step fails, and then found by bisection. For a result n, this takes about 2 log2(n) steps.
-    The result is 0 if a batch of 1 does not fit.
+    The result is 0 if a batch of 1 does not fit. On a CPU, each step runs in `within_free_memory`.
 
     Args:
         step: function that takes a batch size and runs one step with it.
         at_most: largest batch size to try.
+        on_line: called with a line of text before each step.
 
     Raises:
+        HyperionError: too little memory of the host is free to try a batch.
         Exception: a step failed, but not because memory ran out.
     """
     tried: list[int] = []
 
     def fits(batch: int) -> bool:
+        on_line(f"trying a batch of {batch}")
         tried.append(batch)
         return _fits(step, batch)
 
@@ -50,10 +59,14 @@ def largest_fitting(step: Callable[[int], object], at_most: int = LARGEST_TRIED)
 
 @contextlib.contextmanager
 def within_free_memory() -> Iterator[None]:
-    """Context manager in which an allocation on the host fails if it needs more memory than is free now.
+    """Context manager in which an allocation on the host fails if it needs more than `usable_bytes` of the free memory.
 
-    Without it, Linux grants more memory than the machine has, and kills the process when the memory is written. If PyTorch finds
-    a GPU, nothing is limited, because GPU drivers reserve addresses for much more memory than they use.
+    Without it, Linux grants more memory than the machine has, and kills a process when the memory is written. If PyTorch finds
+    a GPU, nothing is limited, because GPU drivers reserve addresses for much more memory than they use. Inside another such
+    context, the lower limit applies.
+
+    Raises:
+        HyperionError: too little memory is free.
     """
     if torch.cuda.is_available():
         yield
@@ -62,13 +75,33 @@ def within_free_memory() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     memory = psutil.Process().memory_info()
     free = min(psutil.virtual_memory().available, (memory_limit_bytes() or 2**62) - memory.rss)
-    limit = memory.data + max(0, free) * 19 // 20
+    limit = memory.data + usable_bytes(free)
     if soft == resource.RLIM_INFINITY or limit < soft:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def usable_bytes(free: int) -> int:
+    """Return how many bytes of the free memory of the host may be used. The rest is left, because other processes may grow.
+
+    At least 20 % of the free memory and at least 2 GiB are left. If less than 4 GiB are free, half is left.
+
+    Args:
+        free: bytes of the host's memory that are free.
+
+    Raises:
+        HyperionError: less than 256 MiB are free.
+    """
+    if free < _LEAST_FREE:
+        raise HyperionError(
+            f"{max(0, free) / MIB:.0f} MiB of memory are free, and to try a batch needs at least {_LEAST_FREE // MIB} MiB",
+            where="memory of the host",
+            next_step="end other processes, or raise the memory limit of the container or of the job, and try again",
+        )
+    return free - max(free // 5, min(_LEFT_FREE, free // 2))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -80,9 +113,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _fits(step: Callable[[int], object], batch: int) -> bool:
     try:
-        step(batch)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        with within_free_memory():
+            step(batch)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         return True
     except Exception as error:
         if not is_out_of_memory(error):

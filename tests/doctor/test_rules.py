@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hyperion.commands.monitor import summary_lines
 from hyperion.data.store.folders import write_manifest
-from hyperion.doctor.batches import largest_fitting, load_step
+from hyperion.doctor.batches import largest_fitting, load_step, usable_bytes, within_free_memory
 from hyperion.doctor.checks import check_torch_build
 from hyperion.doctor.preflight import Need, check_preflight, workloads
 from hyperion.doctor.rules import _has_code, apply_rules, rules
@@ -31,6 +33,7 @@ from hyperion.hardware.monitoring import Reading, summarize
 from hyperion.install.advice import advise
 from hyperion.install.machine import AMD, NVIDIA, KernelFacts, decide
 from hyperion.install.plan import Build
+from hyperion.units import GIB, MIB
 from tests.hardware.machines import facts, gpu
 
 INF = float("inf")
@@ -269,6 +272,43 @@ def test_the_rule_about_logs_finds_its_line_and_not_a_similar_one(rule):
         assert found.keys() == {rule} | with_cause and found[rule].result == "warn" and found[rule].remedy
         assert found[rule].evidence in " ".join(positive.split())
     assert findings(log=negative).keys() == without and BY_ID[rule].apply(replace(HEALTHY, log=negative)).result == "ok"
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("log_hip_library_missing", "Library not found: librocm_smi64.so"),
+        (
+            "log_port_in_use",
+            "ERROR:    [Errno 98] error while attempting to bind on address ('::', 8000): address already in use",
+        ),
+        ("log_ninja", "zsh: command not found: ninja"),
+        ("log_python_unsupported", "Python version not supported"),
+        ("log_python_unsupported", "error: Python version 3.14 is not supported"),
+        ("log_module_missing", "No module named 'cbor2'"),
+        ("log_module_missing", "ImportError: No module named 'cbor2'"),
+        ("log_module_missing", "No DeepSpeed data available"),
+    ],
+)
+def test_messages_of_shells_servers_and_scripts_are_found(rule, line):
+    found = findings(log=f"first line\n{line}\nlast line")
+    assert found.keys() == {rule} and found[rule].evidence in line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loaded librocm_smi64.so",
+        "Library not found: libfoo.so, a fallback is used",
+        "zsh: command not found: ninja_theme",
+        "Python version 3.12.3 is supported; AVX-512 not supported",
+        "WARNING: apex is not used: No module named 'apex'",
+        "No module named 'apex' is needed",
+        "DeepSpeed data available",
+    ],
+)
+def test_similar_lines_of_ordinary_logs_are_no_findings(line):
+    assert not findings(log=f"first line\n{line}\nlast line")
 
 
 @pytest.mark.slow
@@ -665,10 +705,10 @@ _FIT = """
 from types import SimpleNamespace
 import torch
 from hyperion.doctor import batches
-batches.psutil.virtual_memory = lambda: SimpleNamespace(available=256 << 20)
+batches.psutil.virtual_memory = lambda: SimpleNamespace(available=384 << 20)
 with batches.within_free_memory():
-    print(batches.largest_fitting(lambda batch: torch.ones(batch << 20, dtype=torch.uint8), at_most=1024)[0])
-print(torch.ones(512 << 20, dtype=torch.uint8).numel() >> 20)
+    print(batches.largest_fitting(lambda batch: torch.ones(batch << 20, dtype=torch.uint8), at_most=256, on_line=id)[0])
+print(torch.ones(256 << 20, dtype=torch.uint8).numel() >> 20)
 """
 
 
@@ -678,7 +718,37 @@ def test_on_a_cpu_an_allocation_beyond_the_free_memory_fails_and_does_not_end_th
     ran = subprocess.run([sys.executable, "-c", _FIT], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
     within, after = map(int, ran.stdout.split())
-    assert 128 <= within <= 256 and after == 512
+    assert 96 <= within <= 192 and after == 256
+
+
+@pytest.mark.parametrize(("free_gib", "usable_gib"), [(0.25, 0.125), (1, 0.5), (4, 2), (8, 6), (10, 8), (20, 16), (100, 80)])
+def test_a_fifth_of_the_free_memory_and_2_gib_or_half_are_left(free_gib, usable_gib):
+    assert abs(usable_bytes(int(free_gib * GIB)) - usable_gib * GIB) <= 1
+
+
+@pytest.mark.parametrize("free", [-GIB, 0, 255 * MIB])
+def test_with_too_little_free_memory_nothing_is_tried(free):
+    with pytest.raises(HyperionError, match=f"{max(0, free) // MIB} MiB of memory are free") as caught:
+        usable_bytes(free)
+    assert "end other processes" in (caught.value.next_step or "")
+
+
+def test_the_free_memory_is_read_again_before_each_batch(monkeypatch):
+    free = iter([20 * GIB, 8 * GIB, 4 * GIB, 16 * GIB, 100 * MIB])  # at the start, and before the batches 1, 2, 4 and 8
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("hyperion.doctor.batches.memory_limit_bytes", lambda: None)
+    monkeypatch.setattr("hyperion.doctor.batches.psutil.virtual_memory", lambda: SimpleNamespace(available=next(free)))
+    before, lines, limits_gib = resource.getrlimit(resource.RLIMIT_DATA), [], []
+
+    def step(batch: int) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        limits_gib.append((limit - psutil.Process().memory_info().data) / GIB)
+
+    with pytest.raises(HyperionError, match="100 MiB of memory are free"), within_free_memory():
+        largest_fitting(step, on_line=lines.append)
+    assert limits_gib == pytest.approx([6, 2, 12.8], abs=0.1)
+    assert lines == [f"trying a batch of {batch}" for batch in (1, 2, 4, 8)]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_another_error_than_memory_is_raised(tmp_path):
