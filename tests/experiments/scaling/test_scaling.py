@@ -15,7 +15,7 @@ from hyperion.experiments.scaling import rank_steps, scaling
 from hyperion.experiments.scaling.efficiency_forecast import flops_and_bytes
 from hyperion.experiments.scaling.figures import COMPUTING, LEAST_EXPOSED, MEAN_EXPOSED
 from hyperion.experiments.scaling.scaled_training import MODES, ScalingOptions, lm_config
-from hyperion.experiments.scaling.scaling_rows import EXPOSED, _difference_rows, _exposed_rows, step_times, workload_rows
+from hyperion.experiments.scaling.scaling_rows import EXPOSED, _difference_rows, _exposed_rows, _ratio, step_times, workload_rows
 from hyperion.hardware import detect, detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.measure.clock.timing import device_clock
@@ -267,6 +267,16 @@ def test_the_busy_time_of_the_gpus_is_a_share_of_the_step_that_was_not_profiled(
     assert found == pytest.approx({(1, "weak"): 0.5, (2, "weak"): 0.055 / 0.125, (2, "strong"): 0.055 / 0.08})
     assert all(row.limit == 1 and row.n == 3 for row in rows)
     assert [row.params.get("of") for row in rows] == [None, COMPUTING, COMPUTING]
+    # The profiler slows the host down, so the GPUs can be busy for longer than a step takes without it.
+    slow = rows_of_samples(tmp_path / "slow", samples_of(STEPS_S, LOSSES, busy_s=0.2), "bf16")
+    assert {row.value for row in slow if BUSY_GPU.items() <= row.params.items()} == {1.0}
+
+
+def test_intervals_are_wider_if_each_step_is_like_the_step_before():
+    alike, mixed = np.repeat([0.10, 0.11, 0.105, 0.115], 5), np.tile([0.10, 0.11, 0.105, 0.115], 5)
+    flat = 0.1 + np.tile([0.0, 0.001], 10)
+    narrow, wide = (_ratio(times, flat) for times in (mixed, alike))
+    assert narrow.value == pytest.approx(wide.value) and narrow.ci_low > wide.ci_low > 0 and narrow.ci_high < wide.ci_high
 
 
 def test_exposed_communication_is_the_mean_of_the_ranks_and_the_least(tmp_path):
