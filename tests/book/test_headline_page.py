@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hyperion.book.headline_page import (
     LEAST_LAUNCHES,
     MOST_LINES,
+    Launches,
     counts_markdown,
     headlines_markdown,
     launches_page,
@@ -21,6 +23,7 @@ from hyperion.book.headline_page import (
     update_page,
 )
 from hyperion.errors import HyperionError
+from hyperion.figures.material import NO_DRIFT
 from hyperion.results import BUSY_GPU, Row, Run
 from hyperion.results.rows import canonical_params
 from hyperion.results.statistics import launches_estimate
@@ -358,3 +361,12 @@ def test_the_interval_of_times_stays_positive_and_contains_the_median(launches):
     rate = estimate.map(lambda seconds: 1 / seconds)
     assert 0 < estimate.ci_low <= estimate.value <= estimate.ci_high
     assert 0 < rate.ci_low <= rate.value <= rate.ci_high
+
+
+@pytest.mark.parametrize(
+    ("states", "steady"),
+    [(["yes", "yes"], "yes"), (["yes", NO_DRIFT], NO_DRIFT), ([NO_DRIFT, NO_DRIFT], NO_DRIFT), (["yes", ""], ""), ([""], "")],
+)
+def test_launches_are_as_steady_as_the_worst_of_them(states, steady):
+    members = [SimpleNamespace(headline=SimpleNamespace(steady=state)) for state in states]
+    assert Launches(tuple(members)).steady == steady

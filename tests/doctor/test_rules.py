@@ -842,6 +842,13 @@ def test_preflight_names_what_was_found_and_what_is_needed(change, what, found, 
     assert (need.found, need.result) == (found, result) and bool(need.remedy) == (result in ("fail", "warn")) and need.needed
 
 
+@pytest.mark.parametrize(("archs", "step"), [((), "use a machine with a GPU"), (("gfx90a",), "use a machine with more GPUs")])
+def test_preflight_says_whether_all_gpus_are_missing_or_some(archs, step):
+    needs = check_preflight("scaling", replace(HEALTHY, device_archs=archs), lambda name: "1.0")
+    (need,) = [need for need in needs if need.what == "GPUs that torch sees"]
+    assert need.result == "fail" and need.remedy.startswith(step)
+
+
 def test_preflight_writes_no_number_with_an_exponent():
     for limit, text in ((65536, "65536"), (1024, "1024"), (INF, "unlimited")):
         needs = check_preflight("serving", replace(HEALTHY, open_files=limit), lambda name: "1.0")
