@@ -173,12 +173,14 @@ def _ratio(times_a: np.ndarray, times_b: np.ndarray) -> Estimate:
     """Return the ratio of the medians b / a of two series, with its 95 % interval.
 
     `independent_ratio_estimate` assumes that the samples of a series are independent. Often each step is like the step before, so
-    the interval is widened by the square root of the longer correlation time.
+    the interval of the logarithm of the ratio is widened by the square root of the longer correlation time. The interval does
+    not exceed the ratios of the extreme samples.
     """
     ratio = independent_ratio_estimate(times_a, times_b)
     wider = math.sqrt(max(correlation_time(times_a), correlation_time(times_b)))
-    low, high = (ratio.value + wider * (end - ratio.value) for end in (ratio.ci_low, ratio.ci_high))
-    return Estimate(ratio.value, max(low, 0.0), high, ratio.n)
+    low, high = (ratio.value * (end / ratio.value) ** wider for end in (ratio.ci_low, ratio.ci_high))
+    least, most = float(times_b.min() / times_a.max()), float(times_b.max() / times_a.min())
+    return Estimate(ratio.value, max(low, least), min(high, most), ratio.n)
 
 
 def _parity_row(context: Context, training: ScaledTraining, own: pd.DataFrame, ranks: int) -> Row:

@@ -279,6 +279,12 @@ def test_intervals_are_wider_if_each_step_is_like_the_step_before():
     assert narrow.value == pytest.approx(wide.value) and narrow.ci_low > wide.ci_low > 0 and narrow.ci_high < wide.ci_high
 
 
+def test_an_interval_of_very_different_steps_stays_within_the_ratios_of_the_extremes():
+    slow, flat = np.repeat([0.01, 0.3], 6), np.linspace(0.0100, 0.0101, 12)
+    ratio = _ratio(slow, flat)
+    assert 0.0100 / 0.3 <= ratio.ci_low <= ratio.value <= ratio.ci_high <= 0.0101 / 0.01
+
+
 def test_exposed_communication_is_the_mean_of_the_ranks_and_the_least(tmp_path):
     rows = [row for row in rows_of_samples(tmp_path, samples_of(STEPS_S, LOSSES)) if row.params.get("what") == EXPOSED]
     found = {(row.params["mode"], row.params["of"]): row.value for row in rows}
