@@ -179,6 +179,11 @@ class Launches:
         return NO_DRIFT if NO_DRIFT in states else "yes"
 
     @property
+    def is_headline(self) -> bool:
+        """Whether enough launches measured it, and the samples of all of them are known to be steady."""
+        return len(self.members) >= LEAST_LAUNCHES and self.steady != NO_DRIFT
+
+    @property
     def bound(self) -> str:
         """What limits the value: the power limit of the device, the limit of the rows, or "not known"."""
         rows = [member.row for member in self.members]
@@ -282,7 +287,7 @@ def headlines_markdown(runs: dict[Run, str]) -> str:
     enough, few = [], []
     for quantity in _grouped(measured):
         chosen = quantity.of_one_version()
-        if len(chosen.members) >= LEAST_LAUNCHES:
+        if chosen.is_headline:
             enough.append(_speed_line(chosen, [member for member in quantity.members if member not in chosen.members]))
         elif len(quantity.members) > 1:
             few.append(_few_line(quantity))
@@ -293,7 +298,7 @@ def headlines_markdown(runs: dict[Run, str]) -> str:
         _table(map(_mean_line, _largest(measured, "mean"))),
         "**Correctness: differences of values that must be equal**",
         _table(map(_difference_line, _largest(measured, "difference"))),
-        f"**Not headlines: fewer than {LEAST_LAUNCHES} launches of one version of the code**",
+        f"**Not headlines: fewer than {LEAST_LAUNCHES} launches of one version of the code, or a warm-up that is not tested**",
         _table(few),
     ]
     return "\n\n".join(parts)
@@ -303,7 +308,7 @@ def summary_markdown(runs: dict[Run, str]) -> str:
     """Return the table in the README, with at most ten headlines, as Markdown."""
     measured = list(_measured(runs))
     chosen = [quantity.of_one_version() for quantity in _grouped(measured)]
-    enough = [quantity for quantity in chosen if len(quantity.members) >= LEAST_LAUNCHES]
+    enough = [quantity for quantity in chosen if quantity.is_headline]
     candidates = list(_short_lines(measured, enough))
     lines = [(label, line) for pattern in _SUMMARY for label, line in candidates if re.match(pattern, label)][:MOST_LINES]
     if lines and "weak scaling" in lines[-1][0]:  # drop it, because its strong-scaling line was cut off

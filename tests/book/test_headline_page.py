@@ -370,3 +370,5 @@ def test_the_interval_of_times_stays_positive_and_contains_the_median(launches):
 def test_launches_are_as_steady_as_the_worst_of_them(states, steady):
     members = [SimpleNamespace(headline=SimpleNamespace(steady=state)) for state in states]
     assert Launches(tuple(members)).steady == steady
+    many = Launches(tuple(members * LEAST_LAUNCHES))
+    assert many.is_headline is (steady != NO_DRIFT) and not Launches(many.members[: LEAST_LAUNCHES - 1]).is_headline
